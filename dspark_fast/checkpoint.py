@@ -1,0 +1,220 @@
+"""Reading and writing drafters in the authors' layout: ``config.json`` and safetensors, nothing else, never pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from dspark_fast.config import ARCHITECTURE, DSparkConfig
+from dspark_fast.pairing import check_pair
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from dspark_fast.draft import DSparkDraft
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FROM_TARGET = {"embed_tokens.weight": "embed_tokens", "lm_head.weight": "lm_head"}
+
+
+def load_draft(
+    cls: type[DSparkDraft],
+    name: str | os.PathLike[str],
+    *,
+    target: PreTrainedModel | None,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    revision: str | None,
+) -> DSparkDraft:
+    """See :meth:`DSparkDraft.from_pretrained`."""
+    folder = _folder(name, revision)
+    config = read_config(folder)
+    if target is not None:
+        check_pair(config, target)
+        dtype = dtype or target.dtype
+        device = device or target.device
+    shapes = _shapes(folder)
+    with torch.device("meta"):
+        draft = cls(config)
+    own = {key: tuple(value.shape) for key, value in draft.state_dict().items()}
+    _check_names(folder, shapes, own, needs_target_weights=target is None, config=config)
+
+    dtype = dtype or config.dtype or torch.get_default_dtype()
+    state: dict[str, torch.Tensor] = {}
+    for file, keys in _files(folder, shapes).items():
+        with safe_open(file, framework="pt") as tensors:
+            for key in keys:
+                if key in FROM_TARGET and target is not None:
+                    _check_copy(key, tensors.get_tensor(key), target, folder)
+                else:
+                    state[key] = tensors.get_tensor(key).to(device or "cpu", dtype)
+    for key, attribute in FROM_TARGET.items():
+        if key in state:
+            weight = state.pop(key)
+            setattr(draft, attribute, _holder(attribute, weight))
+    draft.load_state_dict(state, assign=True, strict=False)
+    draft.rotary_emb = type(draft.rotary_emb)(config).to(device or "cpu")  # its frequencies are not stored
+    draft.eval().requires_grad_(False)
+    return draft if target is None else draft.tie_to(target)
+
+
+def save_draft(draft: DSparkDraft, folder: Path, *, include_target_weights: bool) -> None:
+    """See :meth:`DSparkDraft.save_pretrained`. The weights are written aside and moved, so no half file is left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {key: value.detach().cpu().contiguous() for key, value in draft.state_dict().items()}
+    if include_target_weights:
+        for key, attribute in FROM_TARGET.items():
+            # clone: a target that ties its embedding and head has one storage, and safetensors refuses shared ones
+            state[key] = draft._tied(attribute).weight.detach().cpu().clone()
+    else:
+        state = {key: value for key, value in state.items() if key not in FROM_TARGET}
+    config = draft.config.to_dict()
+    config["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    config["architectures"] = [ARCHITECTURE]
+    _replace(folder / "config.json", lambda path: path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n"))
+    _replace(folder / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
+
+
+def read_config(folder: Path) -> DSparkConfig:
+    """``config.json`` of a drafter.
+
+    Raises:
+        ValueError: if it is not one that can be loaded, naming the key and its value.
+        OSError: if the folder has none.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise OSError(f"{folder} has no config.json: not a drafter's checkpoint")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    architecture = (data.get("architectures") or [None])[0]
+    if architecture != ARCHITECTURE:
+        raise ValueError(
+            f"{path}: architectures is {data.get('architectures')}; accepted is [{ARCHITECTURE!r}]"
+            + (" (Gemma-4 drafters are not supported yet)" if architecture == "Gemma4DSparkModel" else "")
+        )
+    missing = [key for key in ("block_size", "mask_token_id", "target_layer_ids", "hidden_size") if key not in data]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}: not a DSpark drafter's configuration")
+    config = DSparkConfig.from_dict({key: value for key, value in data.items() if key != "auto_map"})
+    config.check()
+    return config
+
+
+def _folder(name: str | os.PathLike[str], revision: str | None) -> Path:
+    """The local folder of a checkpoint, fetched from the hub if ``name`` is no folder."""
+    folder = Path(name)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(
+            snapshot_download(str(name), revision=revision, allow_patterns=["config.json", "*.safetensors", INDEX])
+        )
+    except HFValidationError:
+        raise OSError(f"{name} is neither a folder nor a name on the hub") from None
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """File of each tensor, for a sharded checkpoint."""
+    path = folder / INDEX
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a safetensors index: {error!r}") from None
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of each stored tensor, from the headers alone."""
+    if (folder / WEIGHTS).is_file():
+        files = {WEIGHTS}
+    elif (folder / INDEX).is_file():
+        files = set(_index(folder).values())
+    else:
+        raise OSError(f"{folder} has neither {WEIGHTS} nor {INDEX}; weights are read from safetensors only")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(files):
+        if Path(file).name != file:
+            raise ValueError(f"{folder / INDEX} names the file {file!r}, which is not in the checkpoint's own folder")
+        try:
+            with safe_open(folder / file, framework="pt") as tensors:
+                shapes |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+        except (SafetensorError, FileNotFoundError) as error:
+            raise ValueError(f"{folder / file} cannot be read as safetensors: {error}") from None
+    return shapes
+
+
+def _files(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[Path, list[str]]:
+    """Tensor names by file."""
+    if (folder / WEIGHTS).is_file():
+        return {folder / WEIGHTS: list(shapes)}
+    files: dict[Path, list[str]] = {}
+    for key, file in _index(folder).items():
+        files.setdefault(folder / file, []).append(key)
+    return files
+
+
+def _check_names(
+    folder: Path,
+    stored: dict[str, tuple[int, ...]],
+    own: dict[str, tuple[int, ...]],
+    *,
+    needs_target_weights: bool,
+    config: DSparkConfig,
+) -> None:
+    shared = dict.fromkeys(FROM_TARGET, (config.vocab_size, config.hidden_size))
+    expected = {**own, **shared}
+    required = expected if needs_target_weights else own
+    problems = []
+    if missing := sorted(set(required) - set(stored)):
+        problems.append(f"missing {', '.join(missing)}")
+        if needs_target_weights and set(missing) <= set(FROM_TARGET):
+            problems.append("which come from the target: pass target=model")
+    if unexpected := sorted(set(stored) - set(expected)):
+        problems.append(f"unexpected {', '.join(unexpected)}")
+    for key in sorted(set(stored) & set(expected)):
+        if stored[key] != expected[key]:
+            problems.append(f"{key} has shape {list(stored[key])}, the configuration asks for {list(expected[key])}")
+    if problems:
+        raise ValueError(f"{folder} does not fit its configuration: {'; '.join(problems)}")
+
+
+def _check_copy(key: str, stored: torch.Tensor, target: PreTrainedModel, folder: Path) -> None:
+    module = target.get_input_embeddings() if key == "embed_tokens.weight" else target.get_output_embeddings()
+    weight = module.weight.detach().cpu()
+    if not torch.equal(stored.to(weight.dtype), weight):
+        far = (stored.float() - weight.float()).abs().max().item()
+        raise ValueError(
+            f"{folder}: the stored {key} is not the target's (largest difference {far:.3g}): "
+            f"the drafter was made for other weights than {getattr(target, 'name_or_path', '') or 'this target'}"
+        )
+
+
+def _holder(attribute: str, weight: torch.Tensor) -> nn.Module:
+    if attribute == "embed_tokens":
+        return nn.Embedding.from_pretrained(weight, freeze=True)
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    head.weight = nn.Parameter(weight, requires_grad=False)
+    return head
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(aside)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)

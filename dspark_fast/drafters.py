@@ -1,0 +1,188 @@
+"""What the decoding loop knows of a drafter, and the drafter that is DSpark."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dspark_fast import ops
+from dspark_fast.draft import DSparkDraft
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How each row of a batch is sampled.
+
+    Attributes:
+        mode: ``greedy``, ``rejection`` or ``coupled``.
+        temperature: fp32 ``[B]``; 0 is greedy.
+        seed: int64 ``[B]``, one 64-bit seed per row.
+    """
+
+    mode: str
+    temperature: torch.Tensor
+    seed: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One round's drafts.
+
+    Attributes:
+        tokens: int64 ``[B, T]``.
+        lengths: int64 ``[B]`` in 0..T: how many of each row's drafts are to be verified.
+        logits: ``[B, T, V]`` that the tokens were drawn from, before the temperature; None where no mode reads them.
+        row_max, log_sum: fp32 ``[B, T]`` with ``q(x) = exp((logits_x - row_max) / temperature - log_sum)``.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    logits: torch.Tensor | None = None
+    row_max: torch.Tensor | None = None
+    log_sum: torch.Tensor | None = None
+
+
+class Drafter(Protocol):
+    """A model that proposes. One instance serves one call of ``generate`` at a time."""
+
+    #: most tokens it proposes in a round
+    block_size: int
+    #: the target layers whose outputs it reads, ascending; may be empty
+    target_layer_ids: list[int]
+
+    def begin(self, batch: int, capacity: int, device: torch.device) -> None:
+        """Make room for ``batch`` rows of up to ``capacity`` tokens."""
+
+    def commit(
+        self, tokens: torch.Tensor, features: torch.Tensor | None, offsets: torch.Tensor, counts: torch.Tensor
+    ) -> None:
+        """Learn of tokens whose target states exist now (first the prompts, then each round's).
+
+        Args:
+            tokens: int64 ``[B, N]``.
+            features: ``[B, N, m*H]``, the tapped layers' outputs at these tokens; None without taps.
+            offsets: int64 ``[B]``, absolute position of each row's first token here.
+            counts: int64 ``[B]`` in 0..N: how many of them are committed.
+        """
+
+    def propose(self, anchor: torch.Tensor, position: torch.Tensor, noise: Noise) -> Proposal:
+        """Draft the tokens after ``anchor`` ``[B]``, which stands at ``position`` ``[B]``."""
+
+
+class NoDrafter:
+    """Proposes nothing: the loop then decodes one token per round, which is plain decoding."""
+
+    block_size = 0
+    target_layer_ids: list[int] = []  # noqa: RUF012
+
+    def begin(self, batch: int, capacity: int, device: torch.device) -> None:
+        self._none = torch.zeros(batch, 0, dtype=torch.long, device=device)
+        self._zero = torch.zeros(batch, dtype=torch.long, device=device)
+
+    def commit(
+        self, tokens: torch.Tensor, features: torch.Tensor | None, offsets: torch.Tensor, counts: torch.Tensor
+    ) -> None:
+        pass
+
+    def propose(self, anchor: torch.Tensor, position: torch.Tensor, noise: Noise) -> Proposal:
+        return Proposal(self._none, self._zero)
+
+
+class DSparkDrafter:
+    """DSpark behind the protocol: context K/V per draft layer, projected once per committed token and cached.
+
+    Args:
+        draft: joined to its target.
+        use_markov: false leaves the Markov bias out, as if the block's tokens were independent.
+        confidence_threshold: cut the block before its first slot whose confidence is lower; 0 keeps it whole.
+
+    Raises:
+        ValueError: for a threshold outside [0, 1], or above 0 for a drafter without a confidence head.
+    """
+
+    def __init__(self, draft: DSparkDraft, *, use_markov: bool = True, confidence_threshold: float = 0.0) -> None:
+        if not 0.0 <= confidence_threshold <= 1.0:
+            raise ValueError(f"confidence_threshold is {confidence_threshold}: accepted is 0 to 1")
+        if confidence_threshold and not draft.config.enable_confidence_head:
+            raise ValueError(f"confidence_threshold is {confidence_threshold}, but the drafter has no confidence head")
+        self.draft = draft
+        self.use_markov = use_markov
+        self.confidence_threshold = confidence_threshold
+        self.block_size = draft.config.block_size
+        self.target_layer_ids = list(draft.config.target_layer_ids)
+
+    def begin(self, batch: int, capacity: int, device: torch.device) -> None:
+        config = self.draft.config
+        shape = (config.num_hidden_layers, batch, capacity, config.num_key_value_heads, config.head_dim)
+        # zeros, not empty: see RaggedLayer.lazy_initialization
+        self._keys = torch.zeros(shape, dtype=self.draft.dtype, device=device)
+        self._values = torch.zeros(shape, dtype=self.draft.dtype, device=device)
+        self._block = torch.arange(self.block_size, device=device)
+        self._full = torch.full((batch,), self.block_size, dtype=torch.long, device=device)
+
+    def commit(
+        self, tokens: torch.Tensor, features: torch.Tensor | None, offsets: torch.Tensor, counts: torch.Tensor
+    ) -> None:
+        draft = self.draft
+        context = draft.context(features)
+        positions = offsets[:, None] + torch.arange(context.shape[1], device=context.device)
+        cos, sin = draft.rotary_emb(context, positions)
+        for index, layer in enumerate(draft.layers):
+            k, v = layer.self_attn.keys_values(context)
+            self._store(index, k, v, cos, sin, offsets, counts)
+
+    def propose(self, anchor: torch.Tensor, position: torch.Tensor, noise: Noise) -> Proposal:
+        draft = self.draft
+        positions = position[:, None] + self._block
+        cos, sin = draft.rotary_emb(self._keys, positions)
+
+        def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            self._store(index, k, v, cos, sin, position, self._full)
+            return ops.block_attention(
+                q,
+                self._keys[index],
+                self._values[index],
+                position + self.block_size,
+                scale=draft.config.head_dim**-0.5,
+                causal=False,
+            )
+
+        hidden = draft(draft.block_ids(anchor), positions, attend)
+        w1, w2 = draft.markov_weights() if self.use_markov else (None, None)
+        walk = ops.markov_walk(
+            draft.logits(hidden),
+            w1,
+            w2,
+            anchor,
+            temperature=noise.temperature,
+            seed=noise.seed,
+            position=position,
+            coupled=noise.mode == "coupled",
+            hidden=hidden,
+            keep_logits=noise.mode == "rejection",
+            **(draft.markov_options() if self.use_markov else {}),
+        )
+        lengths = self._full
+        if self.confidence_threshold:
+            prev = torch.cat([anchor[:, None], walk.tokens[:, :-1]], dim=1)
+            # Slot k is judged before x_k is looked at; comparing probabilities, so that a threshold of 1 cuts all.
+            trusted = draft.confidence(hidden, prev).float().sigmoid() >= self.confidence_threshold
+            lengths = trusted.long().cumprod(dim=1).sum(dim=1)
+        return Proposal(walk.tokens, lengths, walk.logits, walk.row_max, walk.log_sum)
+
+    def _store(
+        self,
+        index: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        offsets: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> None:
+        norm = self.draft.layers[index].self_attn.k_norm
+        ops.store_context_kv(
+            k, v, norm.weight, cos, sin, self._keys[index], self._values[index], offsets, counts, eps=norm.eps
+        )

@@ -1,0 +1,114 @@
+"""What a call of ``generate`` asks for, read from transformers' prepared arguments; what cannot be done is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+# Handled by the loop itself, from the generation config; any other processor or criterion is refused by name.
+_PROCESSORS = {"TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper"}
+_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria"}
+_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Settings of one call, all rows alike."""
+
+    batch: int
+    return_sequences: int
+    new_tokens: int
+    stop_tokens: list[int]
+    pad_token: int
+    return_dict: bool
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+def read_request(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    config: Any,
+    model_kwargs: dict[str, Any],
+) -> Request:
+    """Read the arguments that transformers' ``generate`` prepared for a callable.
+
+    Raises:
+        ValueError: for what speculative decoding does not do, by name, before any work.
+    """
+    if config is None:
+        raise ValueError("generation_config is None: call this through model.generate(custom_generate=...)")
+    _refuse(model, input_ids, logits_processor, stopping_criteria, config, model_kwargs)
+    eos = config.eos_token_id
+    stops = [] if eos is None else [eos] if isinstance(eos, int) else [int(token) for token in eos]
+    pad = config.pad_token_id
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    if input_ids.numel() and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocabulary:
+        raise ValueError(
+            f"input_ids holds {int(input_ids.min())} to {int(input_ids.max())}: "
+            f"accepted are ids from 0 to {vocabulary - 1}"
+        )
+    return Request(
+        batch=input_ids.shape[0],
+        return_sequences=config.num_return_sequences or 1,
+        new_tokens=config.max_length - input_ids.shape[1],
+        stop_tokens=stops,
+        pad_token=pad if pad is not None else (stops[0] if stops else 0),
+        return_dict=bool(config.return_dict_in_generate),
+        do_sample=bool(config.do_sample),
+        temperature=_or(config.temperature, 1.0),
+        top_k=_or(config.top_k, 0),
+        top_p=_or(config.top_p, 1.0),
+        min_p=_or(config.min_p, 0.0),
+    )
+
+
+def _refuse(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    config: Any,
+    model_kwargs: dict[str, Any],
+) -> None:
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise ValueError(f"input_ids has shape {list(input_ids.shape)}: accepted is [B, S] with S of 1 or more")
+    if config.max_length is None or config.max_length <= input_ids.shape[1]:
+        raise ValueError(
+            f"max_length is {config.max_length} for a prompt of {input_ids.shape[1]} tokens: "
+            "give max_new_tokens of 1 or more"
+        )
+    if (config.num_beams or 1) > 1:
+        raise ValueError(f"num_beams is {config.num_beams}: speculative decoding has no beam search, accepted is 1")
+    if getattr(config, "guidance_scale", None) not in (None, 1, 1.0):
+        raise ValueError(f"guidance_scale is {config.guidance_scale}: classifier-free guidance is not supported")
+    if getattr(config, "prompt_lookup_num_tokens", None):
+        raise ValueError("prompt_lookup_num_tokens is given: the drafts come from the drafter")
+    if asked := [name for name in _OUTPUTS if getattr(config, name, None)]:
+        raise ValueError(f"{', '.join(asked)} is asked for: only the sequences are returned so far")
+    for kind, items, known in (
+        ("logits processor", logits_processor, _PROCESSORS),
+        ("stopping criterion", stopping_criteria, _CRITERIA),
+    ):
+        if others := [type(item).__name__ for item in items or () if type(item).__name__ not in known]:
+            names = f"{', '.join(others)} is not supported; accepted are {', '.join(sorted(known))}"
+            raise ValueError(f"the {kind} {names}")
+    past = model_kwargs.get("past_key_values")
+    if past is not None and past.get_seq_length():
+        raise ValueError(f"past_key_values holds {past.get_seq_length()} tokens: accepted is none, or an empty cache")
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("inputs_embeds is given: accepted are input_ids")
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        raise ValueError("the model trains with gradient checkpointing, which drops the cache: call model.eval() first")
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -1,0 +1,102 @@
+"""What one call of ``generate`` did: rounds, acceptance and where the time went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Seconds:
+    """Wall-clock seconds by part.
+
+    Attributes:
+        prefill: the target's and the drafter's pass over the prompt, and the first token.
+        draft: proposing blocks and projecting newly committed context.
+        verify: the target's passes over the drafts, and acceptance.
+        bookkeeping: committing tokens, stop conditions, streaming.
+    """
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    bookkeeping: float = 0.0
+
+    @property
+    def rounds(self) -> float:
+        """Everything after the prefill."""
+        return self.draft + self.verify + self.bookkeeping
+
+
+@dataclass
+class Stats:
+    """Figures of one call, kept as ``.stats`` of what it returned.
+
+    Attributes:
+        batch: rows decoded, return sequences counted.
+        mode: ``greedy``, ``rejection`` or ``coupled``.
+        seeds: the 64-bit seed of each row; a row run alone with its seed gives the same tokens.
+        new_tokens: committed tokens of each row, the first (which the prefill gives) included.
+        rounds: draft-verify-commit rounds.
+        acceptance_lengths: by row, the committed tokens of each of its rounds, bonus included. A round that ends on an
+            accepted stop token counts what it accepted; one cut by the length limit is not trimmed.
+        proposed: by block position, how often a draft there was verified.
+        accepted: by block position, how often it was accepted, with all before it.
+        seconds: wall clock by part.
+        capacity: tokens per row that the caches were made for.
+    """
+
+    batch: int
+    mode: str
+    seeds: list[int]
+    block_size: int
+    capacity: int
+    new_tokens: list[int] = field(default_factory=list)
+    rounds: int = 0
+    acceptance_lengths: list[list[int]] = field(default_factory=list)
+    proposed: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    seconds: Seconds = field(default_factory=Seconds)
+
+    def __post_init__(self) -> None:
+        self.new_tokens = [0] * self.batch
+        self.acceptance_lengths = [[] for _ in range(self.batch)]
+        self.proposed = [0] * self.block_size
+        self.accepted = [0] * self.block_size
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau: committed tokens per round, pooled over rounds and rows; NaN if there was no round."""
+        pooled = [length for row in self.acceptance_lengths for length in row]
+        return sum(pooled) / len(pooled) if pooled else float("nan")
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows per second after the prefill (which gives each row's first token)."""
+        return (sum(self.new_tokens) - self.batch) / self.seconds.rounds if self.seconds.rounds else float("nan")
+
+    @property
+    def latency(self) -> float:
+        """L = (T_draft + T_verify) / tau in seconds per token, from this call's own means; bookkeeping counted in."""
+        return self.seconds.rounds / self.rounds / self.acceptance_length if self.rounds else float("nan")
+
+
+class Clock:
+    """Adds the time of ``with`` blocks to a :class:`Seconds`; waits for a GPU so that the time is the work's."""
+
+    def __init__(self, seconds: Seconds, device: torch.device) -> None:
+        self._seconds = seconds
+        self._wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._wait()
+            setattr(self._seconds, name, getattr(self._seconds, name) + time.perf_counter() - start)
