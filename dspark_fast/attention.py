@@ -48,12 +48,14 @@ def ragged_attention(
     No mask function is registered with it, so transformers builds no mask and each layer passes None.
 
     Raises:
-        RuntimeError: outside :func:`ragged`.
+        RuntimeError: outside :func:`attending`.
         NotImplementedError: for a keyword that would change the scores and that block attention does not have.
     """
     cache = _active.get()
     if cache is None:
-        raise RuntimeError(f"the attention {NAME!r} works only inside dspark_fast.generate")
+        raise RuntimeError(
+            f"the attention {NAME!r} works only inside dspark_fast.generate: is something else using the model?"
+        )
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _HARMLESS)
     if unknown or attention_mask is not None:
         unknown = unknown or ["attention_mask"]
@@ -100,8 +102,18 @@ def check_attention(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def ragged(model: PreTrainedModel, cache: RaggedCache) -> Iterator[None]:
-    """Let ``model`` attend through ``cache`` inside a ``with`` block; its own setting comes back whatever happens.
+def attending(cache: RaggedCache) -> Iterator[None]:
+    """The cache that our attention works on, for one forward pass; a streamer or another thread has none."""
+    token = _active.set(cache)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+@contextmanager
+def ragged(model: PreTrainedModel) -> Iterator[None]:
+    """Give ``model`` our attention inside a ``with`` block; its own setting comes back whatever happens.
 
     The setting lives in the model's configuration, which threads share: a lock admits one thread at a time.
 
@@ -110,7 +122,6 @@ def ragged(model: PreTrainedModel, cache: RaggedCache) -> Iterator[None]:
     """
     with _switch:
         before = _settings(model)
-        token = _active.set(cache)
         try:
             model.set_attn_implementation(NAME)
             if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
@@ -119,7 +130,6 @@ def ragged(model: PreTrainedModel, cache: RaggedCache) -> Iterator[None]:
                 )
             yield
         finally:
-            _active.reset(token)
             model.config._attn_implementation = before
 
 

@@ -42,17 +42,18 @@ def load_draft(
         check_pair(config, target)
         dtype = dtype or target.dtype
         device = device or target.device
-    shapes = _shapes(folder)
+    stored = _stored(folder)
     with torch.device("meta"):
         draft = cls(config)
     own = {key: tuple(value.shape) for key, value in draft.state_dict().items()}
+    shapes = {key: shape for key, (_, shape) in stored.items()}
     _check_names(folder, shapes, own, needs_target_weights=target is None, config=config)
 
     dtype = dtype or config.dtype or torch.get_default_dtype()
     state: dict[str, torch.Tensor] = {}
-    for file, keys in _files(folder, shapes).items():
+    for file in sorted({file for file, _ in stored.values()}):
         with safe_open(file, framework="pt") as tensors:
-            for key in keys:
+            for key in (key for key, (where, _) in stored.items() if where == file):
                 if key in FROM_TARGET and target is not None:
                     _check_copy(key, tensors.get_tensor(key), target, folder)
                 else:
@@ -128,42 +129,39 @@ def _folder(name: str | os.PathLike[str], revision: str | None) -> Path:
         raise OSError(f"{name} is neither a folder nor a name on the hub") from None
 
 
-def _index(folder: Path) -> dict[str, str]:
-    """File of each tensor, for a sharded checkpoint."""
-    path = folder / INDEX
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a safetensors index: {error!r}") from None
-
-
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of each stored tensor, from the headers alone."""
-    if (folder / WEIGHTS).is_file():
-        files = {WEIGHTS}
-    elif (folder / INDEX).is_file():
-        files = set(_index(folder).values())
-    else:
+def _stored(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """File and shape of each stored tensor, from the files' own headers: an index only says which files there are."""
+    files = indexed_files(folder)
+    if files == {WEIGHTS} and not (folder / WEIGHTS).is_file():
         raise OSError(f"{folder} has neither {WEIGHTS} nor {INDEX}; weights are read from safetensors only")
-    shapes: dict[str, tuple[int, ...]] = {}
+    stored: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for file in sorted(files):
-        if Path(file).name != file:
-            raise ValueError(f"{folder / INDEX} names the file {file!r}, which is not in the checkpoint's own folder")
+        path = folder / file
         try:
-            with safe_open(folder / file, framework="pt") as tensors:
-                shapes |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+            with safe_open(path, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118
+                    stored[key] = path, tuple(tensors.get_slice(key).get_shape())
         except (SafetensorError, FileNotFoundError) as error:
-            raise ValueError(f"{folder / file} cannot be read as safetensors: {error}") from None
-    return shapes
+            raise ValueError(f"{path} cannot be read as safetensors: {error}") from None
+    return stored
 
 
-def _files(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[Path, list[str]]:
-    """Tensor names by file."""
-    if (folder / WEIGHTS).is_file():
-        return {folder / WEIGHTS: list(shapes)}
-    files: dict[Path, list[str]] = {}
-    for key, file in _index(folder).items():
-        files.setdefault(folder / file, []).append(key)
+def indexed_files(folder: Path) -> set[str]:
+    """The weight files that a checkpoint consists of: those its index names, or the one file of an unsharded one.
+
+    Raises:
+        ValueError: if the index is broken or names a file outside the folder.
+    """
+    path = folder / INDEX
+    if (folder / WEIGHTS).is_file() or not path.is_file():
+        return {WEIGHTS}
+    try:
+        files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a safetensors index: {error!r}") from None
+    for file in files:
+        if Path(file).name != file:
+            raise ValueError(f"{path} names the file {file!r}, which is not in the checkpoint's own folder")
     return files
 
 

@@ -46,7 +46,6 @@ class DSparkConfig(Qwen3Config):
     target_model_type: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        kwargs.setdefault("architectures", [ARCHITECTURE])
         super().__post_init__(**kwargs)
         self.architectures = self.architectures or [ARCHITECTURE]
         self.tie_word_embeddings = False

@@ -13,12 +13,15 @@ from dspark_fast.draft import DSparkDraft
 from dspark_fast.drafters import Drafter, DSparkDrafter, NoDrafter, Noise
 from dspark_fast.loop import Cuts, DecodingState, Limits, decode
 from dspark_fast.pairing import check_pair
-from dspark_fast.prompts import pack
+from dspark_fast.packing import pack
 from dspark_fast.reference import expand_seeds
 from dspark_fast.requests import Request, read_request
 from dspark_fast.stats import Stats
 
 VERIFICATIONS = ("rejection", "coupled")
+_PROTOCOL = ("block_size", "target_layer_ids", "begin", "commit", "propose")
+# transformers drops these without a word when it calls a callable
+_NOT_PASSED_ON = ("custom_generate", "assistant_model", "synced_gpus")
 
 
 class Decoding:
@@ -47,6 +50,8 @@ class Decoding:
             self._drafter: Drafter = DSparkDrafter(
                 draft, use_markov=use_markov, confidence_threshold=confidence_threshold
             )
+        elif draft is not None and not all(hasattr(draft, name) for name in _PROTOCOL):
+            raise TypeError(f"draft is {draft!r}: accepted are a DSparkDraft, a Drafter or None")
         else:
             if not use_markov or confidence_threshold:
                 raise ValueError("use_markov and confidence_threshold are settings of a DSparkDraft")
@@ -77,7 +82,7 @@ class Decoding:
         noise = Noise(
             mode=self._verification if request.do_sample else "greedy",
             temperature=torch.full((batch,), temperature, dtype=torch.float32, device=input_ids.device),
-            seed=self._seeds(batch, request.return_sequences).to(input_ids.device),
+            seed=self._seeds(batch, request).to(input_ids.device),
         )
         streamer = self._streamer
         if streamer is not None:
@@ -117,23 +122,24 @@ class Decoding:
             if draft.device != model.device:
                 raise ValueError(f"the drafter is on {draft.device}, the target on {model.device}: move one with .to()")
 
-    def _seeds(self, batch: int, returns: int) -> torch.Tensor:
+    def _seeds(self, batch: int, request: Request) -> torch.Tensor:
         """One 64-bit seed per row: a list as it is, anything else expanded over (prompt, return sequence)."""
         if self._seed is not None and not isinstance(self._seed, int):
-            seeds = torch.as_tensor(self._seed, dtype=torch.int64).cpu()
-            if tuple(seeds.shape) != (batch,):
-                raise ValueError(
-                    f"seed has {seeds.numel()} values for {batch} rows: accepted are an int or one each"
-                )
-            return seeds
+            values = self._seed.tolist() if isinstance(self._seed, torch.Tensor) else list(self._seed)
+            count = len(values) if isinstance(values, list) else 1
+            if count != batch or not isinstance(values, list):
+                raise ValueError(f"seed has {count} values for {batch} rows: accepted are an int or one per row")
+            return torch.tensor([_signed(value) for value in values])
         seed = self._seed
+        if seed is None and not request.do_sample:
+            seed = 0  # nothing is drawn, so torch's generator is left alone
         if seed is None:
             device = self._generator.device if self._generator is not None else "cpu"
             drawn = torch.randint(-(2**63), 2**63 - 1, (1,), generator=self._generator, device=device)
             seed = int(drawn)
         elif not -(2**63) <= seed < 2**64:
             raise ValueError(f"seed is {seed}: accepted are integers of 64 bits")
-        return expand_seeds(seed, batch // returns, returns)
+        return expand_seeds(seed, batch // request.return_sequences, request.return_sequences)
 
 
 def decoding(
@@ -222,9 +228,17 @@ def generate(
         use_markov=use_markov,
         streamer=streamer,
     )
-    if "custom_generate" in kwargs:
-        raise ValueError("custom_generate is given: dspark_fast.generate is one itself, see dspark_fast.decoding")
+    for name in _NOT_PASSED_ON:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} is given, which speculative decoding does not take: leave it out")
     return model.generate(input_ids, custom_generate=custom, **kwargs)
+
+
+def _signed(seed: Any) -> int:
+    """A 64-bit seed as the signed integer that torch keeps it as."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed holds {seed}: accepted are integers of 64 bits")
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _sequences(input_ids: torch.Tensor, state: DecodingState, pad_token: int) -> torch.Tensor:

@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-# Handled by the loop itself, from the generation config; any other processor or criterion is refused by name.
-_PROCESSORS = {"TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper"}
-_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria"}
+# What the loop itself does, from the generation config: the class, and where it and the config keep the value. Anything
+# else is refused by name, and so is one of these that somebody made by hand with another value.
+_PROCESSORS = {
+    "TemperatureLogitsWarper": "temperature",
+    "TopKLogitsWarper": "top_k",
+    "TopPLogitsWarper": "top_p",
+    "MinPLogitsWarper": "min_p",
+}
+_CRITERIA = {"MaxLengthCriteria": "max_length", "EosTokenCriteria": "eos_token_id"}
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -94,20 +100,50 @@ def _refuse(
         raise ValueError("prompt_lookup_num_tokens is given: the drafts come from the drafter")
     if asked := [name for name in _OUTPUTS if getattr(config, name, None)]:
         raise ValueError(f"{', '.join(asked)} is asked for: only the sequences are returned so far")
-    for kind, items, known in (
-        ("logits processor", logits_processor, _PROCESSORS),
-        ("stopping criterion", stopping_criteria, _CRITERIA),
-    ):
-        if others := [type(item).__name__ for item in items or () if type(item).__name__ not in known]:
-            names = f"{', '.join(others)} is not supported; accepted are {', '.join(sorted(known))}"
-            raise ValueError(f"the {kind} {names}")
+    _refuse_unknown("logits processor", logits_processor, _PROCESSORS, config)
+    _refuse_unknown("stopping criterion", stopping_criteria, _CRITERIA, config)
     past = model_kwargs.get("past_key_values")
     if past is not None and past.get_seq_length():
         raise ValueError(f"past_key_values holds {past.get_seq_length()} tokens: accepted is none, or an empty cache")
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds is given: accepted are input_ids")
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
+    _refuse_positions(input_ids, model_kwargs.get("position_ids"), model_kwargs.get("attention_mask"))
+    checkpointing = "is_activation_checkpointing"  # since transformers 5.23, where the older name warns
+    if not hasattr(model, checkpointing):
+        checkpointing = "is_gradient_checkpointing"
+    if model.training and getattr(model, checkpointing, False):
         raise ValueError("the model trains with gradient checkpointing, which drops the cache: call model.eval() first")
+
+
+def _refuse_positions(input_ids: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+    """transformers hands over the positions that the mask gives; others would be ignored by the loop."""
+    if positions is None or (mask is not None and mask.shape != input_ids.shape):  # the mask is refused by pack()
+        return
+    mask = torch.ones_like(input_ids) if mask is None else mask.long()
+    own = mask.cumsum(1) - 1
+    if positions.shape != own.shape or bool(((positions != own) & mask.bool()).any()):
+        raise ValueError("position_ids are given: accepted are those that the attention_mask gives, counted from 0")
+
+
+def _refuse_unknown(kind: str, items: Any, known: dict[str, str], config: Any) -> None:
+    for item in items or ():
+        name = type(item).__name__
+        if name not in known:
+            raise ValueError(f"the {kind} {name} is not supported; accepted are {', '.join(sorted(known))}")
+        theirs, ours = (_values(getattr(source, known[name])) for source in (item, config))
+        by_hand = theirs != ours or getattr(item, "min_tokens_to_keep", 1) != 1
+        if by_hand or (kind == "logits processor" and not config.do_sample):
+            raise ValueError(
+                f"the {kind} {name} has {known[name]} {theirs}, the generation config {ours}: "
+                f"give {known[name]} to generate instead"
+            )
+
+
+def _values(value: Any) -> Any:
+    """A setting as plain data, so that a tensor, a list and a number of the same value are equal."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from dspark_fast.attention import check_attention, ragged
+from dspark_fast.attention import attending, check_attention, ragged
 from dspark_fast.cache import RaggedCache
 from dspark_fast.taps import Taps, tapped
 
@@ -54,14 +54,15 @@ class Target:
         return logits, self._features()
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
-        return self.model(
-            input_ids=ids,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=keep,
-            return_dict=True,
-        ).logits
+        with attending(self.cache):
+            return self.model(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=keep,
+                return_dict=True,
+            ).logits
 
     def _features(self) -> torch.Tensor | None:
         return self._taps.take() if self._taps.layer_ids else None
@@ -77,5 +78,5 @@ def driven(model: PreTrainedModel, layer_ids: Sequence[int], batch: int, capacit
     check_attention(model)
     depth = model.config.get_text_config(decoder=True).num_hidden_layers
     cache = RaggedCache(depth, batch, capacity, model.device)
-    with ragged(model, cache), tapped(model, layer_ids) as taps:
+    with ragged(model), tapped(model, layer_ids) as taps:
         yield Target(model, cache, taps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 
@@ -73,7 +75,10 @@ def block_attention(
     rows = rows.reshape(batch, kv_heads, groups * block, -1)
 
     mask = None
-    if batch > 1 or (causal and block > 1) or window is not None:
+    if batch == 1 and window is None:
+        # The one row is as long as the keys at hand, so only causality inside the block is left to mask.
+        mask = _single_row_mask(block, groups, keys, q.device) if causal and block > 1 else None
+    elif batch > 1 or window is not None:
         mask = visible_keys(lengths, block, keys, causal=causal, window=window)
         mask = mask[:, None].repeat(1, 1, groups, 1)  # [B, 1, G*T, S]
     if softcap is None:
@@ -85,3 +90,11 @@ def block_attention(
         out = (scores.softmax(-1) @ v.float()).to(q.dtype)
     out = out.view(batch, kv_heads, groups, block, -1).permute(0, 3, 1, 2, 4)
     return out.reshape(batch, block, heads, -1)
+
+
+@lru_cache(maxsize=8)
+def _single_row_mask(block: int, groups: int, keys: int, device: torch.device) -> torch.Tensor:
+    """``visible_keys`` of one row, packed by group. Kept because every layer of a pass asks for the same one."""
+    with torch.inference_mode(False):  # a tensor made inside it could not be used outside later
+        lengths = torch.tensor([keys], device=device)
+        return visible_keys(lengths, block, keys, causal=True).repeat(1, groups, 1)[:, None]

@@ -82,6 +82,18 @@ def test_modes_of_the_caller_stay(training, grad, pair):
         dspark_fast.generate(model, draft, IDS, **SETTINGS)
 
 
+def test_inference_mode_leaves_nothing_behind(pair):
+    """A tensor that was made in inference mode and kept would break a later backward pass."""
+    model, draft = pair
+    draft.requires_grad_(True)
+    with torch.inference_mode():
+        out = dspark_fast.generate(model, draft, IDS, **SETTINGS)
+    assert out.tolist() == dspark_fast.generate(model, draft, IDS, **SETTINGS).tolist()
+    loss = model(IDS).logits.square().mean() + draft.context(torch.randn(1, 4, draft.fc.in_features)).square().mean()
+    loss.backward()
+    assert model.lm_head.weight.grad is not None and draft.fc.weight.grad is not None
+
+
 @pytest.mark.floor
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -1,0 +1,222 @@
+"""What the tests share: tiny random targets and drafters, a drafter that does as it is told, poisoned new memory."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+
+LENGTHS = (9, 6, 1, 8, 4)
+VOCABULARY = 97
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that the package asks for and does not write is NaN, or an integer that indexes nothing."""
+
+    def poison(make):
+        def made(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            if sys._getframe(1).f_globals.get("__name__", "").startswith("dspark_fast"):
+                with torch.no_grad():
+                    if tensor.is_floating_point():
+                        tensor.fill_(float("nan"))
+                    elif tensor.dtype not in (torch.bool, torch.complex64, torch.complex128):
+                        tensor.fill_(torch.iinfo(tensor.dtype).max // 2)
+            return tensor
+
+        return made
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def make_target():
+    """``make_target(family, **config)``: a random target, varied in what it says; one instance per set of arguments.
+
+    6 layers, hidden size 64, 97 tokens, no stop token; ``fresh=True`` gives one of the caller's own.
+    """
+    import transformers
+
+    made = {}
+    small = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.25,  # the usual 0.02 gives a model that repeats one token
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+
+    def make(family="Qwen3", *, fresh=False, **changes):
+        key = (family, str(sorted(changes.items())))
+        if fresh or key not in made:
+            torch.manual_seed(0)
+            heads = {"head_dim": 16} if family in ("Qwen3", "Gemma") else {}
+            config = getattr(transformers, f"{family}Config")(**{**small, **heads, **changes})
+            model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+            if fresh:
+                return model
+            made[key] = model
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_draft():
+    """``make_draft(model, **config)``: a random drafter of 2 layers, joined to ``model``."""
+    from dspark_fast import DSparkConfig, DSparkDraft
+
+    def make(model, **changes):
+        torch.manual_seed(1)
+        small = {"num_hidden_layers": 2, "block_size": 5, "markov_rank": 8, "initializer_range": 0.25}
+        config = DSparkConfig.from_target(model.config, **{**small, **changes})
+        return DSparkDraft(config).tie_to(model).eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """``prompts(lengths)``: random rows, left-padded with 0; and the attention mask."""
+
+    def make(lengths=LENGTHS, vocabulary=VOCABULARY):
+        generator = torch.Generator().manual_seed(2)
+        width = max(lengths)
+        ids = torch.randint(1, vocabulary, (len(lengths), width), generator=generator)
+        mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
+        return SimpleNamespace(input_ids=ids * mask, attention_mask=mask)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def unpadded():
+    """``unpadded(sequences, mask)``: each row's tokens as a list, without the padding on its left."""
+
+    def rows(sequences, mask):
+        return [row[int((keep == 0).sum()) :].tolist() for row, keep in zip(sequences, mask)]
+
+    return rows
+
+
+class ScriptedDrafter:
+    """Knows how each row goes on and proposes that, or something else, as it is told; behind the Drafter protocol.
+
+    It also watches the protocol: every commit must follow the one before it and hold the row's own tokens.
+
+    Args:
+        rows: each row's prompt and continuation, as lists.
+        right: probability that a draft is the row's own next token.
+        ragged: draw each row's number of drafts from 0 to ``block_size``; otherwise always ``block_size``.
+        plan: by round and row ``(drafts, right ones)``, in place of both.
+        watch: false where ``rows`` are guesses, not what will be committed.
+    """
+
+    def __init__(
+        self, rows, *, vocabulary=VOCABULARY, block_size=5, right=1.0, ragged=True, plan=None, taps=(), watch=True
+    ):
+        self.rows = rows
+        self.vocabulary = vocabulary
+        self.block_size = block_size
+        self.target_layer_ids = list(taps)
+        self.right = right
+        self.ragged = ragged
+        self.plan = plan
+        self.watch = watch
+
+    def begin(self, batch, capacity, device):
+        assert batch == len(self.rows)
+        self.known = [0] * batch
+        self.round = 0
+        self.features = [[] for _ in range(batch)]
+        self.generator = torch.Generator().manual_seed(3)
+
+    def commit(self, tokens, features, offsets, counts):
+        assert (features is None) == (not self.target_layer_ids)
+        for row, (start, count) in enumerate(zip(offsets.tolist(), counts.tolist())):
+            if count == 0:
+                continue
+            assert start == self.known[row]
+            assert not self.watch or tokens[row, :count].tolist() == self.rows[row][start : start + count]
+            self.known[row] += count
+            if features is not None:
+                self.features[row].append(features[row, :count].clone())
+
+    def propose(self, anchor, position, noise):
+        from dspark_fast.drafters import Proposal
+
+        assert position.tolist() == self.known
+        tokens = torch.full((len(self.rows), self.block_size), -1)
+        lengths = torch.full((len(self.rows),), self.block_size)
+        for row, (last, start) in enumerate(zip(anchor.tolist(), position.tolist())):
+            assert not self.watch or last == self.rows[row][start]
+            count, right = self._told(row)
+            lengths[row] = count
+            for slot in range(count):
+                true = self.rows[row][start + 1 + slot] if start + 1 + slot < len(self.rows[row]) else 0
+                tokens[row, slot] = (
+                    true if right[slot] else (true + 1 + self._below(self.vocabulary - 1)) % self.vocabulary
+                )
+        self.round += 1
+        if noise.mode != "rejection":
+            return Proposal(tokens, lengths)
+        # A token that was not drawn at all has probability 1.
+        logits = torch.full((*tokens.shape, self.vocabulary), -torch.inf).scatter_(
+            2, tokens.clamp(min=0)[..., None], 0.0
+        )
+        return Proposal(tokens, lengths, logits, torch.zeros(tokens.shape), torch.zeros(tokens.shape))
+
+    def _told(self, row):
+        if self.plan is not None:
+            count, right = self.plan[self.round][row]
+            return count, [slot < right for slot in range(count)]
+        count = self._below(self.block_size + 1) if self.ragged else self.block_size
+        return count, [bool(torch.rand((), generator=self.generator) < self.right) for _ in range(count)]
+
+    def _below(self, end):
+        return int(torch.randint(end, (), generator=self.generator))
+
+
+@pytest.fixture(scope="session")
+def scripted():
+    return ScriptedDrafter
+
+
+class RecordingStreamer:
+    """Keeps all that it is told; with ``fail_at`` it raises at that token (0 is the first)."""
+
+    def __init__(self, fail_at=None, error=RuntimeError):
+        self.heard = []
+        self.fail_at = fail_at
+        self.error = error
+
+    def put(self, value):
+        self.heard.append(value.tolist())
+        if self.fail_at is not None and len(self.heard) == self.fail_at + 2:
+            raise self.error("the streamer fails, as told")
+
+    def end(self):
+        self.heard.append("end")
+
+
+@pytest.fixture(scope="session")
+def streamer():
+    return RecordingStreamer

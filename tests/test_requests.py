@@ -1,0 +1,284 @@
+"""What cannot be done is refused: a ValueError that names it, before the target or the drafter has run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+import dspark_fast
+from dspark_fast import DSparkConfig, DSparkDraft
+from dspark_fast.target import driven
+
+IDS = torch.tensor([[5, 17, 40, 3], [9, 8, 7, 6]])
+ONES = torch.ones_like(IDS)
+
+
+@pytest.fixture
+def idle(make_target, make_draft):
+    """A target and its drafter, neither of which may run."""
+    model = make_target(fresh=True)
+    draft = make_draft(model)
+
+    def run(module, args):
+        raise AssertionError(f"{type(module).__name__} was run")
+
+    handles = [module.register_forward_pre_hook(run) for part in (model, draft) for module in part.modules()]
+    yield model, draft
+    for handle in handles:
+        handle.remove()
+
+
+class MyProcessor(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+class MyCriterion(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def mask_of(*rows):
+    return {"attention_mask": torch.tensor(rows)}
+
+
+REFUSED = {
+    "beams": ({"num_beams": 2}, r"num_beams is 2"),
+    "guidance": ({"guidance_scale": 1.5}, r"guidance_scale is 1\.5"),
+    "prompt-lookup": ({"prompt_lookup_num_tokens": 3}, r"prompt_lookup_num_tokens"),
+    "scores": ({"output_scores": True, "return_dict_in_generate": True}, r"output_scores"),
+    "logits": ({"output_logits": True, "return_dict_in_generate": True}, r"output_logits"),
+    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, r"output_attentions"),
+    "hidden-states": ({"output_hidden_states": True, "return_dict_in_generate": True}, r"output_hidden_states"),
+    "repetition-penalty": ({"repetition_penalty": 1.2}, r"RepetitionPenaltyLogitsProcessor"),
+    "no-repeat-ngram": ({"no_repeat_ngram_size": 2}, r"NoRepeatNGramLogitsProcessor"),
+    "least-length": ({"min_new_tokens": 3, "eos_token_id": 1}, r"Min\w*LengthLogitsProcessor"),
+    "bad-words": ({"bad_words_ids": [[4]]}, r"NoBadWordsLogitsProcessor"),
+    "typical-p": ({"do_sample": True, "typical_p": 0.5}, r"TypicalLogitsWarper"),
+    "own-processor": ({"logits_processor": [MyProcessor()]}, r"MyProcessor"),
+    "own-criterion": ({"stopping_criteria": [MyCriterion()]}, r"MyCriterion"),
+    "stop-strings": ({"stop_strings": "."}, r"stop_strings|stop strings"),
+    "most-time": ({"max_time": 1.0}, r"MaxTimeCriteria"),
+    "embeddings": ({"inputs_embeds": torch.zeros(2, 4, 64)}, r"inputs_embeds"),
+    "no-new-tokens": ({"max_new_tokens": 0}, r"max_new_tokens.*\b0\b|0 .*max_new_tokens|greater than 0"),
+    "right-padded": (mask_of([1, 1, 1, 1], [1, 1, 1, 0]), r"attention_mask of row 1 is not left-padded"),
+    "hole": (mask_of([1, 0, 1, 1], [1, 1, 1, 1]), r"attention_mask of row 0 is not left-padded"),
+    "empty-row": (mask_of([1, 1, 1, 1], [0, 0, 0, 0]), r"row 1 of input_ids is empty"),
+    "long-mask": (mask_of([0, 1, 1, 1, 1], [1, 1, 1, 1, 1]), r"attention_mask has shape \[2, 5\], input_ids \[2, 4\]"),
+    "custom-generate": ({"custom_generate": "org/name"}, r"custom_generate"),
+    "unknown-verification": ({"verification": "fast"}, r"verification is 'fast'.*'rejection', 'coupled'"),
+    "threshold-below": ({"confidence_threshold": -0.1}, r"confidence_threshold is -0\.1.*0 to 1"),
+    "threshold-above": ({"confidence_threshold": 1.5}, r"confidence_threshold is 1\.5.*0 to 1"),
+    "threshold-nan": ({"confidence_threshold": float("nan")}, r"confidence_threshold is nan"),
+    "few-seeds": ({"do_sample": True, "seed": [1]}, r"seed has 1 values for 2 rows"),
+    "many-seeds": ({"do_sample": True, "seed": torch.arange(3)}, r"seed has 3 values for 2 rows"),
+    "nested-seeds": ({"do_sample": True, "seed": [[1, 2], [3, 4]]}, r"seed (has|holds)"),
+    "one-seed-as-tensor": ({"do_sample": True, "seed": torch.tensor(1)}, r"seed has"),
+    "wide-seed": ({"do_sample": True, "seed": 2**64}, rf"seed is {2**64}"),
+    "wide-seed-in-a-list": ({"do_sample": True, "seed": [1, 2**64]}, rf"seed holds {2**64}"),
+    "fractional-seed": ({"do_sample": True, "seed": [1, 2.5]}, r"seed holds 2\.5"),
+    "two-sources-of-seed": ({"seed": 1, "generator": torch.Generator()}, r"seed and generator"),
+    "streamer-with-a-batch": ({"streamer": object()}, r"streamer takes one row, the batch has 2"),
+    "assistant": ({"assistant_model": "SELF"}, r"assistant_model"),
+    "own-positions": ({"position_ids": torch.tensor([[3, 4, 5, 6]] * 2)}, r"position_ids"),
+}
+
+
+@pytest.mark.floor
+@pytest.mark.parametrize(("settings", "message"), REFUSED.values(), ids=REFUSED)
+def test_setting_is_refused(settings, message, idle, streamer):
+    model, draft = idle
+    settings = {"max_new_tokens": 5, "attention_mask": ONES, "do_sample": False, **settings}
+    if "streamer" in settings:
+        settings["streamer"] = streamer()
+    if settings.get("assistant_model") == "SELF":
+        settings["assistant_model"] = model
+    with pytest.raises(ValueError, match=message):
+        dspark_fast.generate(model, draft, IDS, **settings)
+
+
+# A user's own instance of a processor that the loop knows must not be mistaken for the one that the settings make.
+BY_HAND = {
+    "temperature": ({"logits_processor": [TemperatureLogitsWarper(0.5)]}, r"TemperatureLogitsWarper|temperature"),
+    "other-temperature": (
+        {"temperature": 0.7, "logits_processor": [TemperatureLogitsWarper(0.5)]},
+        r"TemperatureLogitsWarper|temperature",
+    ),
+    "top-k": ({"top_k": 0, "logits_processor": [TopKLogitsWarper(3)]}, r"TopKLogitsWarper|top_k"),
+    "top-p": ({"logits_processor": [TopPLogitsWarper(0.5)]}, r"TopPLogitsWarper|top_p"),
+    "min-p": ({"logits_processor": [MinPLogitsWarper(0.5)]}, r"MinPLogitsWarper|min_p"),
+    "length": ({"stopping_criteria": [MaxLengthCriteria(6)]}, r"MaxLengthCriteria|max_length"),
+    "stop-token": ({"stopping_criteria": [EosTokenCriteria(3)]}, r"EosTokenCriteria|eos_token_id"),
+}
+
+
+@pytest.mark.parametrize(("settings", "message"), BY_HAND.values(), ids=BY_HAND)
+def test_known_processor_made_by_hand_is_refused(settings, message, idle):
+    model, draft = idle
+    with pytest.raises(ValueError, match=message):
+        dspark_fast.generate(model, draft, IDS, max_new_tokens=5, do_sample=True, **settings)
+
+
+INPUTS = {
+    "id-too-large": (torch.tensor([[1, 97]]), r"input_ids holds 1 to 97.*0 to 96"),
+    "id-negative": (torch.tensor([[-1, 4]]), r"input_ids holds -1 to 4.*0 to 96"),
+    "empty": (torch.zeros(1, 0, dtype=torch.long), r"input_ids has shape \[1, 0\]"),
+    "no-rows": (torch.zeros(0, 3, dtype=torch.long), r"input_ids has shape \[0, 3\]"),
+}
+
+
+@pytest.mark.parametrize(("ids", "message"), INPUTS.values(), ids=INPUTS)
+def test_prompt_is_refused(ids, message, idle):
+    model, draft = idle
+    with pytest.raises(ValueError, match=message):
+        dspark_fast.generate(model, draft, ids, max_new_tokens=5, attention_mask=torch.ones_like(ids))
+
+
+def test_prompt_that_fills_the_length_limit_is_refused(idle):
+    model, draft = idle
+    with pytest.raises(ValueError, match=r"max_length|Input length"):
+        dspark_fast.generate(model, draft, IDS, max_length=4)
+
+
+def test_cache_with_tokens_is_refused_and_an_empty_one_is_not(make_target):
+    model = make_target(fresh=True)
+    expected = model.generate(IDS, max_new_tokens=4, do_sample=False)
+    empty = DynamicCache(config=model.config)
+    out = dspark_fast.generate(model, None, IDS, max_new_tokens=4, do_sample=False, past_key_values=empty)
+    assert torch.equal(out, expected)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(IDS[:, :2], past_key_values=cache, use_cache=True)
+    runs = []
+    model.register_forward_pre_hook(lambda module, args: runs.append(1))
+    with pytest.raises(ValueError, match=r"past_key_values holds 2 tokens"):
+        dspark_fast.generate(model, None, IDS, max_new_tokens=4, do_sample=False, past_key_values=cache)
+    assert not runs
+
+
+OTHER_TARGETS = {
+    "hidden-size": ({"hidden_size": 32}, r"hidden_size is 32.*hidden_size 64"),
+    "vocabulary": ({"vocab_size": 96}, r"vocab_size is 96.*vocab_size 97"),
+    "depth": ({"num_hidden_layers": 5}, r"num_target_layers is 5.*num_hidden_layers 6"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), OTHER_TARGETS.values(), ids=OTHER_TARGETS)
+def test_drafter_of_another_target_is_refused(changes, message, idle, make_target, make_draft):
+    model, _ = idle
+    other = make_draft(make_target(**changes))
+    with pytest.raises(ValueError, match=message):
+        dspark_fast.generate(model, other, IDS, max_new_tokens=5)
+    with pytest.raises(ValueError, match=message):
+        DSparkDraft(other.config).tie_to(model)
+
+
+def test_drafter_of_another_family_is_refused(idle, make_target, make_draft):
+    model, _ = idle
+    with pytest.raises(ValueError, match=r"target_model_type is 'llama'.*'qwen3'"):
+        dspark_fast.generate(model, make_draft(make_target("Llama")), IDS, max_new_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("taps", "message"),
+    [
+        pytest.param([1, 5], r"target_layer_ids is \[1, 5\], but layer 5 is the last", id="last-layer"),
+        pytest.param([1, 9], r"target_layer_ids is \[1, 9\], but layer 9 does not exist", id="no-such-layer"),
+    ],
+)
+def test_taps_outside_the_target_are_refused(taps, message, idle):
+    model, _ = idle
+    # Without num_target_layers the drafter's own configuration cannot know.
+    draft = DSparkDraft(DSparkConfig.from_target(model.config, target_layer_ids=taps, num_target_layers=None))
+    with pytest.raises(ValueError, match=message):
+        dspark_fast.generate(model, draft, IDS, max_new_tokens=5)
+
+
+def test_drafter_without_a_target_is_refused(idle):
+    model, _ = idle
+    draft = DSparkDraft(DSparkConfig.from_target(model.config))
+    with pytest.raises(ValueError, match=r"has no embed_tokens yet.*tie_to"):
+        dspark_fast.generate(model, draft, IDS, max_new_tokens=5)
+
+
+def test_something_that_is_no_drafter_is_refused(idle):
+    model, _ = idle
+    with pytest.raises((ValueError, TypeError), match=r"draft"):
+        dspark_fast.generate(model, "path/to/drafter", IDS, max_new_tokens=5)
+
+
+def test_threshold_without_a_confidence_head_is_refused(idle, make_draft):
+    model, _ = idle
+    draft = make_draft(model, enable_confidence_head=False)
+    with pytest.raises(ValueError, match=r"confidence_threshold is 0\.5.*no confidence head"):
+        dspark_fast.generate(model, draft, IDS, max_new_tokens=5, confidence_threshold=0.5)
+
+
+@pytest.mark.parametrize("option", [{"use_markov": False}, {"confidence_threshold": 0.5}], ids=["markov", "threshold"])
+def test_settings_of_a_drafter_need_one(option, idle):
+    model, _ = idle
+    with pytest.raises(ValueError, match=next(iter(option))):
+        dspark_fast.generate(model, None, IDS, max_new_tokens=5, **option)
+
+
+@pytest.mark.floor
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        pytest.param("Bloom", {"n_layer": 3, "n_head": 2}, id="bloom"),
+        pytest.param("Mpt", {"n_layers": 3, "n_heads": 2, "d_model": 32}, id="mpt"),
+        pytest.param("GPTJ", {"n_layer": 3, "n_head": 2, "n_embd": 32, "rotary_dim": 8}, id="gptj"),
+    ],
+)
+def test_model_that_passes_the_attention_interface_by_is_refused(family, settings):
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(vocab_size=97, hidden_size=32, eos_token_id=None, **settings)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    before = model.config._attn_implementation
+    runs = []
+    model.register_forward_pre_hook(lambda module, args: runs.append(1))
+    with pytest.raises(ValueError, match=f"{family}ForCausalLM"):
+        dspark_fast.generate(model, None, IDS, max_new_tokens=5)
+    assert not runs
+    assert model.config._attn_implementation == before
+
+
+UNSERVED = {
+    "dynamic-rope": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
+    "longrope": ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
+    "chunked": ({"layer_types": ["full_attention"] * 5 + ["chunked_attention"]}, "chunked_attention"),
+    "recurrent": ({"layer_types": ["full_attention"] * 5 + ["linear_attention"]}, "linear_attention"),
+    "encoder": ({"is_encoder_decoder": True}, "encoder-decoder"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), UNSERVED.values(), ids=UNSERVED)
+def test_attention_that_cannot_be_rolled_back_is_refused(changes, message, make_target):
+    """At the loop's own door: transformers refuses some of these before it."""
+    model = make_target(fresh=True)
+    for key, value in changes.items():
+        setattr(model.config, key, value)
+    with pytest.raises(ValueError, match=f"Qwen3ForCausalLM.*{message}"), driven(model, [], 1, 8):
+        pass
+
+
+def test_gradient_checkpointing_is_refused(make_target):
+    model = make_target(fresh=True).train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"gradient checkpointing.*eval"):
+        dspark_fast.generate(model, None, IDS, max_new_tokens=5)
+
+
+def test_sampling_several_sequences_greedily_is_refused(idle):
+    model, draft = idle
+    with pytest.raises(ValueError, match="num_return_sequences"):
+        dspark_fast.generate(model, draft, IDS, max_new_tokens=5, do_sample=False, num_return_sequences=2)
