@@ -66,24 +66,37 @@ def write_features(
 
     Returns:
         The shards, whole: a response is written when its shard is full.
+
+    Raises:
+        ValueError: for a shard that exists and was made for other layers.
     """
     folder.mkdir(parents=True, exist_ok=True)
     done = 0
     written = []
+    made_for = f"layers {list(layer_ids)}, {max_length} tokens"
     responses = list(responses)
     for name, chosen, size in (("train", False, SHARD), ("held-out", True, HELD_OUT_SHARD)):
         kept = (r for r in responses if r.held_out == chosen and _usable(r))
         for number, group in enumerate(_groups(kept, size)):
             path = folder / f"{name}-{number:05d}.safetensors"
-            if not path.is_file():
+            if path.is_file():
+                _check_shard(path, made_for)
+            else:
                 shard = _shard(model, group, layer_ids, max_length)
                 aside = path.with_suffix(f".{os.getpid()}")
-                save_file(shard, aside)
+                save_file(shard, aside, metadata={"made_for": made_for})
                 os.replace(aside, path)
             written.append(path)
             done += len(group)
             on_progress(done)
     return written
+
+
+def _check_shard(path: Path, made_for: str) -> None:
+    with safe_open(path, framework="pt") as file:
+        theirs = (file.metadata() or {}).get("made_for", made_for)
+    if theirs != made_for:
+        raise ValueError(f"{path} was made for {theirs}, asked for are {made_for}: use another folder or delete it")
 
 
 def _usable(response: Response) -> bool:

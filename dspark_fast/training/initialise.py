@@ -38,6 +38,8 @@ def initialise_from_target(draft: DSparkDraft, model: Any, sample: torch.Tensor)
             source = _part(theirs, name)
             if isinstance(module, nn.Linear) and source is not None:
                 module.weight.copy_(source.weight)
+                if module.bias is not None:
+                    module.bias.zero_() if source.bias is None else module.bias.copy_(source.bias)
         for name, scale in (("q_norm", q_scale), ("k_norm", k_scale)):
             norm = getattr(ours.self_attn, name)
             source = getattr(theirs.self_attn, name, None)
@@ -48,7 +50,7 @@ def initialise_from_target(draft: DSparkDraft, model: Any, sample: torch.Tensor)
     draft.hidden_norm.weight.copy_(layers[0].input_layernorm.weight)
     hidden = draft.config.hidden_size
     draft.fc.weight.mul_(0.1)
-    draft.fc.weight[:, -hidden:] += torch.eye(hidden)
+    draft.fc.weight[:, -hidden:].diagonal().add_(1.0)
     if draft.config.markov_rank:
         draft.markov_head.markov_w2.weight.zero_()
     return True
@@ -62,14 +64,23 @@ def _part(layer: nn.Module, name: str) -> Any:
 
 def _fits(ours: nn.Module, theirs: nn.Module) -> bool:
     """Whether every projection of our layer has a counterpart of the same shape."""
-    if not all(hasattr(theirs, name) for name in ("input_layernorm", "post_attention_layernorm")):
+    if not all(_multiplies(getattr(theirs, name, None)) for name in ("input_layernorm", "post_attention_layernorm")):
         return False
     for name, module in ours.named_modules():
         if isinstance(module, nn.Linear):
             source = _part(theirs, name)
             if getattr(source, "weight", None) is None or source.weight.shape != module.weight.shape:
                 return False
+            if getattr(source, "bias", None) is not None and module.bias is None:
+                return False
     return True
+
+
+def _multiplies(norm: Any) -> bool:
+    """Whether a norm multiplies by its weight, as ours do; Gemma's multiplies by 1 + weight."""
+    if getattr(norm, "weight", None) is None:
+        return False
+    return torch.allclose(norm(torch.ones_like(norm.weight)[None])[0], norm.weight, rtol=0.02, atol=0.02)
 
 
 def _query_key_scales(model: Any, layers: nn.ModuleList, sample: torch.Tensor) -> list[tuple[float, float]]:

@@ -121,7 +121,10 @@ def dspark_loss(
         where = (anchors[..., None] + torch.arange(block, device=anchors.device)).clamp(max=input_ids.shape[1] - 1)
         rows = torch.arange(len(input_ids), device=input_ids.device)[:, None, None]
         target_logits = F.linear(last_hidden[rows, where].to(head.dtype), head).float()
-        normaliser = target_logits.logsumexp(-1) if log_total is None else log_total[rows, where]
+        if log_total is None:
+            normaliser = target_logits.logsumexp(-1)
+        else:  # 0 outside the target's own text, where exp(logit) may be inf, and inf x weight 0 is NaN
+            normaliser = log_total[rows, where].masked_fill(~counted, torch.inf)
         p = target_logits.sub_(normaliser[..., None]).exp_()
         outside = (1.0 - p.sum(-1)).clamp(min=0.0) if vocabulary is not None else 0.0
 

@@ -125,7 +125,8 @@ def train_draft(
     Trainer(draft, train, held_out, folder, recipe.train, on_step).run()
     draft.requires_grad_(False).eval().to(torch.bfloat16)
     draft.save_pretrained(folder / "draft")
-    return draft.to(model.dtype)
+    # Read back rather than cast back: ``.to(bfloat16)`` also rounded the rotary frequencies, which are not stored.
+    return DSparkDraft.from_pretrained(folder / "draft", target=model)
 
 
 def measure(

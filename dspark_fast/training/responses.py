@@ -77,6 +77,9 @@ def generate_responses(
             if total >= tokens:
                 break
             for response in _answer(model, tokenizer, group, max_new_tokens, temperature, top_p, seed + total):
+                if response.id in done:  # a prompt given twice, or one whose follow-up an interruption cut off
+                    continue
+                done[response.id] = len(response.input_ids) - response.start
                 file.write(json.dumps(asdict(response), separators=(",", ":")) + "\n")
                 total += len(response.input_ids) - response.start
             file.flush()
@@ -97,7 +100,7 @@ def read_responses(path: Path, *, repair: bool = False) -> Iterator[Response]:
         data = data[: data.rfind(b"\n") + 1]
         if repair:
             path.write_bytes(data)
-    for number, line in enumerate(data.decode("utf-8").splitlines(), 1):
+    for number, line in enumerate(data.splitlines(), 1):
         try:
             yield Response(**json.loads(line))
         except (ValueError, TypeError) as error:
@@ -116,11 +119,11 @@ def _batches(prompts: Iterable[Prompt], done: dict[str, int], size: int) -> Iter
     """
     waiting: dict[tuple[bool, bool], list[Prompt]] = {}
     for prompt in prompts:
-        if prompt.id in done:
+        if (f"{prompt.id}+{len(prompt.follow_ups)}" if prompt.follow_ups else prompt.id) in done:
             continue
         group = waiting.setdefault((_is_greedy(prompt), prompt.domain == "short"), [])
         group.append(prompt)
-        if len(group) == 8 * size:
+        if len(group) == (size if prompt.domain == "short" else 8 * size):
             yield from _by_length(group, size)
             group.clear()
     for group in waiting.values():

@@ -19,6 +19,12 @@ from dspark_fast.training.blocks import sample_anchors
 from dspark_fast.training.features import FeatureStore, Sequences
 from dspark_fast.training.loss import Loss, LossWeights, Vocabulary, dspark_loss
 
+# What of a drafter's configuration a checkpoint belongs to
+SHAPE = (
+    "num_hidden_layers", "hidden_size", "vocab_size", "block_size", "mask_token_id", "target_layer_ids", "markov_rank",
+    "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class TrainSettings:
@@ -93,6 +99,8 @@ class Trainer:
         if not self.parameters:
             raise ValueError("heads_only is set, but the drafter has neither a Markov nor a confidence head")
         draft.requires_grad_(False)
+        for module in (draft.embed_tokens, draft.lm_head):  # the target's own: no gradient is wanted or paid for
+            module.requires_grad_(False)
         for parameter in self.parameters.values():
             parameter.requires_grad_(True)
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=settings.learning_rate, weight_decay=0.0)
@@ -194,7 +202,7 @@ class Trainer:
         for name, parameter in self.parameters.items():
             state = self.optimizer.state[parameter]
             tensors[f"mean.{name}"], tensors[f"square.{name}"] = state["exp_avg"], state["exp_avg_sq"]
-        extra = {"step": str(self.step), "settings": json.dumps(asdict(self.settings), sort_keys=True)}
+        extra = {"step": str(self.step), "settings": json.dumps(self._settings(), sort_keys=True)}
         aside = self.folder / f".checkpoint.{os.getpid()}"
         save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, aside, metadata=extra)
         os.replace(aside, self.folder / "checkpoint.safetensors")
@@ -207,14 +215,15 @@ class Trainer:
         """
         path = self.folder / "checkpoint.safetensors"
         if not path.is_file():
+            (self.folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run that was stopped before its first
             return
         from safetensors import safe_open
 
         with safe_open(path, framework="pt") as file:
             extra = file.metadata()
-        theirs, ours = json.loads(extra["settings"]), json.loads(json.dumps(asdict(self.settings)))
+        theirs, ours = json.loads(extra["settings"]), json.loads(json.dumps(self._settings()))
         loose = ("save_every", "evaluate_every")
-        changed = [key for key in ours if key not in loose and theirs.get(key) != ours[key]]
+        changed = [key for key in ours if key not in loose and theirs.get(key, ours[key]) != ours[key]]
         if changed:
             values = "; ".join(f"{key} was {theirs.get(key)}, is {ours[key]}" for key in changed)
             raise ValueError(f"{path} was made with other settings: {values}")
@@ -233,6 +242,10 @@ class Trainer:
             whole = (line for line in lines if line.endswith("\n"))
             kept = [line for line in whole if json.loads(line)["step"] <= self.step]
             metrics.write_text("".join(kept), encoding="utf-8")
+
+    def _settings(self) -> dict[str, Any]:
+        """What a run that goes on must have in common with this one."""
+        return {**asdict(self.settings), **{key: getattr(self.draft.config, key) for key in SHAPE}}
 
 
 def describe(loss: Loss) -> dict[str, Any]:
