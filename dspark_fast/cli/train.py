@@ -1,0 +1,192 @@
+"""``dspark-fast train``: a drafter for any target, from the target's own answers."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dspark_fast.cli.app import app
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from dspark_fast.training.recipe import Recipe
+
+# Options whose defaults the authors' recipe gives are None here, so that there is one place for each default.
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Option(help="The target: a folder or a name on the hub.")],
+    out: Annotated[Path, typer.Option(help="Folder of everything the run makes; an interrupted run goes on from it.")],
+    tokens: Annotated[int, typer.Option(help="Answer tokens to have the target generate.", min=1)] = 500_000,
+    max_new_tokens: Annotated[int, typer.Option(help="Per answer.", min=2)] = 192,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(help="Your own prompts, JSONL with prompt, messages, turns or question; may be repeated."),
+    ] = None,
+    gsm8k: Annotated[Path | None, typer.Option(help="GSM8K training questions as JSONL, mixed into ours.")] = None,
+    layers: Annotated[int, typer.Option(help="Draft layers.", min=1)] = 2,
+    block_size: Annotated[int, typer.Option(help="Tokens drafted per round.", min=1, max=16)] = 7,
+    rank: Annotated[int, typer.Option(help="Rank of the Markov head, 0 for none.", min=0)] = 64,
+    head: Annotated[str, typer.Option(help="Markov head: vanilla, gated or rnn.")] = "vanilla",
+    taps: Annotated[
+        str | None, typer.Option(help="Tapped target layers, as 1,9,17; the default spreads five of them.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 4000,
+    learning_rate: Annotated[float, typer.Option(help="Peak.", min=0.0)] = 6e-4,
+    sequences: Annotated[int, typer.Option(help="Sequences per step.", min=1)] = 8,
+    anchors: Annotated[int, typer.Option(help="Anchor blocks per sequence.", min=1)] = 48,
+    vocabulary: Annotated[
+        int, typer.Option(help="Take the loss over this many most frequent tokens, 0 for all.", min=0)
+    ] = 8192,
+    initialise: Annotated[str, typer.Option(help="target (its last layers) or random.")] = "target",
+    heads_only: Annotated[
+        bool, typer.Option("--heads-only", help="Train only the Markov and confidence heads of --draft.")
+    ] = False,
+    draft: Annotated[str | None, typer.Option(help="Start from this drafter instead of a fresh one.")] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts, sampling, weights and anchors.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)] = 200,
+    evaluate_every: Annotated[int, typer.Option(help="Steps between looks at held-out text.", min=1)] = 200,
+    per_domain: Annotated[int, typer.Option(help="Held-out prompts per domain for the final measurement.", min=1)] = 8,
+) -> None:
+    """Train a drafter: the target answers prompts, its hidden states are kept, the drafter learns to run ahead.
+
+    Four stages (responses, features, training, measurement), each kept in --out and continued after an interruption.
+    The drafter ends up in OUT/draft, with its model card; metrics.jsonl and loss.png beside it.
+    """
+    from dspark_fast.training.recipe import Recipe
+    from dspark_fast.training.trainer import TrainSettings
+
+    if heads_only and draft is None:
+        raise typer.BadParameter("--heads-only needs --draft: fresh layers under trained heads would stay noise")
+    shape: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "block_size": block_size,
+        "markov_rank": rank,
+        "markov_head_type": head,
+        "confidence_head_with_markov": rank > 0,
+    }
+    if taps is not None:
+        try:
+            shape["target_layer_ids"] = sorted(int(part) for part in taps.split(","))
+        except ValueError:
+            raise typer.BadParameter(f"--taps is {taps!r}: accepted are layer numbers, as 1,9,17") from None
+    recipe = Recipe(
+        tokens=tokens,
+        max_new_tokens=max_new_tokens,
+        shape=shape,
+        initialise=initialise,
+        seed=seed,
+        train=TrainSettings(
+            steps=steps,
+            learning_rate=learning_rate,
+            sequences=sequences,
+            anchors=anchors,
+            vocabulary=vocabulary,
+            heads_only=heads_only,
+            seed=seed + 42,
+            save_every=save_every,
+            evaluate_every=evaluate_every,
+        ),
+    )
+    _run(model, out, recipe, draft=draft, prompt_files=prompts or [], gsm8k=gsm8k, device=device, per_domain=per_domain)
+
+
+def _run(
+    name: str,
+    out: Path,
+    recipe: Recipe,
+    *,
+    draft: str | None,
+    prompt_files: list[Path],
+    gsm8k: Path | None,
+    device: str,
+    per_domain: int,
+) -> None:
+    """The four stages with a progress bar each."""
+    import torch
+    from rich.console import Console
+
+    from dspark_fast.config import DSparkConfig
+    from dspark_fast.draft import DSparkDraft
+    from dspark_fast.targets import load_target
+    from dspark_fast.training import recipe as stages
+    from dspark_fast.training.card import write_card
+    from dspark_fast.training.plot import plot_training
+
+    console = Console(stderr=True)
+    missing = [str(path) for path in [*prompt_files, *([gsm8k] if gsm8k else [])] if not path.is_file()]
+    if missing:
+        raise typer.BadParameter(f"no such file: {', '.join(missing)}")
+    model, tokenizer = load_target(name, torch.bfloat16, device)
+    # Refused now rather than after hours of generation.
+    config = DSparkConfig.from_target(model.config, **recipe.shape) if draft is None else None
+    trainee = None if draft is None else DSparkDraft.from_pretrained(draft, target=model, dtype=torch.float32)
+    layer_ids = config.target_layer_ids if config is not None else trainee.config.target_layer_ids
+
+    with _progress(console) as progress:
+        bars: dict[str, Any] = {}
+
+        def show(stage: str, done: int, of: int) -> None:
+            if stage not in bars:
+                bars[stage] = progress.add_task(stage, total=of or None, figures="")
+            progress.update(bars[stage], completed=min(done, of) if of else done, total=of or None)
+
+        train, held_out = stages.collect(
+            model, tokenizer, out, recipe, layer_ids, prompt_files=prompt_files, gsm8k=gsm8k, on_progress=show
+        )
+        if not len(train):
+            raise typer.BadParameter("--tokens is too small: there is no full shard of 64 answers to train on")
+        if trainee is None:
+            trainee = stages.fresh_draft(model, recipe, train[0].input_ids[:2])
+        bar = progress.add_task("training", total=recipe.train.steps, figures="")
+
+        def step(metrics: dict[str, Any]) -> None:
+            figures = f"loss {metrics['loss']:.3f}  tau {metrics['tau']:.2f}"
+            progress.update(bar, completed=metrics["step"], figures=figures)
+
+        trained = stages.train_draft(model, trainee, train, held_out, out, recipe, on_step=step)
+        acceptance = stages.measure(model, trained, out, per_domain=per_domain, on_progress=show)
+    try:
+        plot_training(out / "metrics.jsonl", out / "loss.png")
+    except ImportError:
+        console.print("loss.png is left out: it needs matplotlib (pip install 'dspark-fast[plots]')")
+    write_card(
+        out / "draft",
+        target=name,
+        config=trained.config,
+        recipe=recipe,
+        command=shlex.join(["dspark-fast", *sys.argv[1:]]),
+        metrics=out / "metrics.jsonl",
+        acceptance=acceptance,
+    )
+    for one in acceptance:
+        console.print(f"{one.domain:>8}: acceptance length {one.tau:.2f} on {one.prompts} held-out prompts")
+    console.print(f"The drafter is in {out / 'draft'}; use it with --draft {out / 'draft'}")
+
+
+def _progress(console: Any) -> Progress:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description:<10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[figures]}"),
+        console=console,
+    )

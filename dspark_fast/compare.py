@@ -1,0 +1,371 @@
+"""Ours against transformers' own decoding of the same prompt: the same tokens, and how much sooner."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from dspark_fast import generation
+from dspark_fast.draft import DSparkDraft
+from dspark_fast.drafters import Drafter
+from dspark_fast.gumbel import GumbelMax
+from dspark_fast.reference.sampling import cut_logits
+from dspark_fast.stats import Stats
+
+
+@dataclass
+class FirstDifference:
+    """Where two decodings of one prompt part.
+
+    Attributes:
+        index: how many new tokens are the same.
+        ours, baseline: the token that follows in each, None where that one has ended.
+        ours_text, baseline_text: the same as text.
+        logit_gap: how far the target's logits of the two tokens are apart, in one pass over the common prefix.
+        score_gap: the same after temperature, cuts and noise, in units of logits; infinite (None in JSON) if the cuts
+            leave only one of the two. Equal to ``logit_gap`` for greedy decoding.
+        rounding: how far rounding alone moves logits at this place: the largest difference between that pass and one
+            that reads the prefix from a cache and its last token by itself; at least one unit in the last place.
+        near_tie: whether rounding explains the difference: ``score_gap`` is at most twice ``rounding``.
+    """
+
+    index: int
+    ours: int | None
+    baseline: int | None
+    ours_text: str
+    baseline_text: str
+    logit_gap: float | None = None
+    score_gap: float | None = None
+    rounding: float | None = None
+    near_tie: bool = False
+
+    def sentence(self) -> str:
+        """The difference in words."""
+        start = f"the first {self.index} tokens are the same, then ours has {_quoted(self.ours, self.ours_text)} "
+        start += f"and transformers {_quoted(self.baseline, self.baseline_text)}"
+        if self.logit_gap is None or self.score_gap is None:
+            return f"{start}: a difference that rounding does not explain"
+        gap = f"{start}; their logits are {self.logit_gap:.3g} apart"
+        if self.score_gap != self.logit_gap:
+            gap += f" (with the noise {self.score_gap:.3g})"
+        verdict = "a near-tie" if self.near_tie else "a difference that rounding does not explain"
+        return f"{gap} where rounding alone moves a logit by up to {self.rounding:.3g}: {verdict}"
+
+
+@dataclass
+class Comparison:
+    """What :func:`compare` found. Speeds are of the tokens after the first, which the prefill gives.
+
+    Attributes:
+        mode: ``greedy`` or ``coupled``.
+        baseline: what ours was compared with.
+        tokens, baseline_tokens: new token ids of ours and of the baseline.
+        identical: whether every pair of runs gave the same tokens.
+        first_difference: of the first pair that did not.
+        tokens_per_second, baseline_tokens_per_second: medians over the runs; None if there was one token only.
+        speedup: median of the pairs' ratios; ``speedup_least`` and ``speedup_most`` are their spread.
+        call_speedup: the same for whole calls, prefill included, in tokens per second.
+        acceptance_length: tau of ours.
+        predicted_speedup: ``tau * T_plain / (T_draft + T_verify + T_bookkeeping)`` from the means below.
+        seconds_per_round: T_draft, T_verify and T_bookkeeping of ours, means over all rounds of all runs.
+        seconds_per_plain_step: T_plain, mean over the baseline's steps after its prefill.
+        pairs: tokens per second of each pair of runs, ours and the baseline's, after the prefill and of whole calls.
+    """
+
+    mode: str
+    baseline: str
+    dtype: str
+    device: str
+    seed: int | None
+    prompt_tokens: int
+    tokens: list[int]
+    baseline_tokens: list[int]
+    identical: bool
+    first_difference: FirstDifference | None
+    tokens_per_second: float | None
+    baseline_tokens_per_second: float | None
+    speedup: float | None
+    speedup_least: float | None
+    speedup_most: float | None
+    call_speedup: float
+    acceptance_length: float | None
+    rounds: int
+    predicted_speedup: float | None
+    seconds_per_round: dict[str, float]
+    seconds_per_plain_step: float | None
+    pairs: list[dict[str, float | None]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data for JSON: what is not finite becomes None."""
+        return _plain(asdict(self))
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(self.to_dict())
+
+
+@dataclass
+class _Run:
+    tokens: list[int]
+    seconds: float  # of the whole call
+    after_first: float  # from the first new token to the end of the call
+    stats: Stats | None = None
+
+    @property
+    def speed(self) -> float | None:
+        return (len(self.tokens) - 1) / self.after_first if len(self.tokens) > 1 else None
+
+
+class _FirstToken(BaseStreamer):
+    """Notes when the first new token came; the same instrument on both sides."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.at = math.nan
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls += 1
+        if self.calls == 2:  # the first call hands over the prompt
+            self.at = time.perf_counter()
+
+    def end(self) -> None:
+        pass
+
+
+def compare(
+    model: PreTrainedModel,
+    draft: DSparkDraft | Drafter | None,
+    input_ids: torch.Tensor,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int | None = None,
+    repeats: int = 3,
+    confidence_threshold: float = 0.0,
+    use_markov: bool = True,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Comparison:
+    """Decode one prompt several times with ours and with transformers' own ``generate``, in turn.
+
+    Greedy: against ``model.generate(do_sample=False)``. At a temperature: coupled mode against the same with
+    :class:`~dspark_fast.gumbel.GumbelMax`, so that the tokens can be compared; both sides make the same noise. Both
+    run in one process on the same weights, after a warm-up each; every second pair starts with the baseline, so that a
+    drift of the machine's speed favours neither.
+
+    Args:
+        draft, confidence_threshold, use_markov: see :func:`dspark_fast.decoding`.
+        input_ids: int64 ``[1, S]``.
+        tokenizer: shows differing tokens as text.
+        temperature: 0 is greedy, and then the cuts and the seed do nothing.
+        seed: for a temperature; 0 if left out.
+        repeats: pairs of runs.
+        progress: called with a few words before each run.
+
+    Raises:
+        ValueError: for more than one prompt, no repeats, or what ``dspark_fast.generate`` refuses.
+    """
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1:
+        raise ValueError(f"input_ids has shape {list(input_ids.shape)}: accepted is one prompt, [1, S]")
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}: accepted is 1 or more")
+    sampled = temperature > 0
+    seed = (seed or 0) if sampled else None
+    cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    common: dict[str, Any] = {
+        "attention_mask": torch.ones_like(input_ids),
+        "max_new_tokens": max_new_tokens,
+        "pad_token_id": _pad_token(model),
+        "return_dict_in_generate": False,
+    }
+    processors = [GumbelMax(seed=seed, temperature=temperature, **cuts)] if seed is not None else []
+
+    def ours(streamer: BaseStreamer) -> torch.Tensor:
+        sampling = {"do_sample": True, "temperature": temperature, **cuts} if sampled else {"do_sample": False}
+        return generation.generate(
+            model,
+            draft,
+            input_ids,
+            verification="coupled",
+            seed=seed,
+            confidence_threshold=confidence_threshold,
+            use_markov=use_markov,
+            streamer=streamer,
+            **common,
+            **sampling,
+        )
+
+    def baseline(streamer: BaseStreamer) -> torch.Tensor:
+        return model.generate(input_ids, do_sample=False, logits_processor=processors, streamer=streamer, **common)
+
+    def timed(run: Callable[[BaseStreamer], torch.Tensor], what: str) -> _Run:
+        progress(what)
+        return _timed(run, input_ids)
+
+    timed(ours, "warming up dspark-fast")
+    timed(baseline, "warming up transformers")
+    pairs: list[tuple[_Run, _Run]] = []
+    for index in range(repeats):
+        runs = {}
+        for run in (ours, baseline) if index % 2 == 0 else (baseline, ours):
+            runs[run] = timed(run, f"{'dspark-fast' if run is ours else 'transformers'}, run {index + 1} of {repeats}")
+        pairs.append((runs[ours], runs[baseline]))
+
+    different = next((pair for pair in pairs if pair[0].tokens != pair[1].tokens), None)
+    first, plain = different or pairs[0]
+    difference = None
+    if different is not None:
+        progress("looking at the first difference")
+        processor = processors[0] if processors else None
+        difference = first_difference(model, input_ids, first.tokens, plain.tokens, tokenizer, processor)
+    return _summary(model, pairs, input_ids, seed, first, plain, difference)
+
+
+@torch.no_grad()
+def first_difference(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    ours: list[int],
+    baseline: list[int],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    processor: GumbelMax | None = None,
+) -> FirstDifference | None:
+    """The first place where two continuations of ``input_ids`` ``[1, S]`` differ, judged by the target itself.
+
+    Args:
+        ours, baseline: new token ids.
+        tokenizer: shows tokens as text; ids without one.
+        processor: what the baseline sampled with; None for greedy decoding.
+
+    Returns:
+        None if there is no difference.
+    """
+    if ours == baseline:
+        return None
+    index = next((i for i, (a, b) in enumerate(zip(ours, baseline)) if a != b), min(len(ours), len(baseline)))
+    ids = [tokens[index] if index < len(tokens) else None for tokens in (ours, baseline)]
+    texts = ["" if i is None else tokenizer.decode([i]) if tokenizer is not None else f"token {i}" for i in ids]
+    found = FirstDifference(index, ids[0], ids[1], texts[0], texts[1])
+    if ids[0] is None or ids[1] is None:
+        return found
+
+    prefix = torch.cat([input_ids, input_ids.new_tensor([ours[:index]])], dim=1)
+    raw = model(input_ids=prefix, logits_to_keep=1).logits[:, -1]
+    logits = raw.float()
+    found.rounding = torch.finfo(raw.dtype).eps * logits[0, ids].abs().max().item()
+    if prefix.shape[1] > 1:
+        past = model(input_ids=prefix[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+        stepped = model(input_ids=prefix[:, -1:], past_key_values=past, logits_to_keep=1).logits[:, -1].float()
+        found.rounding = max(found.rounding, (stepped - logits).abs().max().item())
+    found.logit_gap = found.score_gap = abs(logits[0, ids[0]] - logits[0, ids[1]]).item()
+    if processor is not None:
+        kept = cut_logits(logits, processor.temperature, processor.top_k, processor.top_p, processor.min_p)[0, ids]
+        scores = processor(prefix, logits)[0, ids]
+        both = bool(kept.isfinite().all())
+        found.score_gap = abs(scores[0] - scores[1]).item() * processor.temperature if both else math.inf
+    found.near_tie = found.score_gap <= 2 * found.rounding
+    return found
+
+
+def _timed(run: Callable[[BaseStreamer], torch.Tensor], input_ids: torch.Tensor) -> _Run:
+    wait = torch.cuda.synchronize if input_ids.device.type == "cuda" else lambda: None
+    clock = _FirstToken()
+    wait()
+    start = time.perf_counter()
+    output = run(clock)
+    wait()
+    end = time.perf_counter()
+    tokens = output[0, input_ids.shape[1] :].tolist()
+    return _Run(tokens, end - start, end - clock.at, getattr(output, "stats", None))
+
+
+def _summary(
+    model: PreTrainedModel,
+    pairs: list[tuple[_Run, _Run]],
+    input_ids: torch.Tensor,
+    seed: int | None,
+    first: _Run,
+    plain: _Run,
+    difference: FirstDifference | None,
+) -> Comparison:
+    rows: list[dict[str, float | None]] = [
+        {
+            "ours": a.speed,
+            "baseline": b.speed,
+            "ours_call": len(a.tokens) / a.seconds,
+            "baseline_call": len(b.tokens) / b.seconds,
+        }
+        for a, b in pairs
+    ]
+    ratios = [row["ours"] / row["baseline"] for row in rows if row["ours"] and row["baseline"]]
+    stats = [ours.stats for ours, _ in pairs if ours.stats is not None]
+    rounds = sum(each.rounds for each in stats)
+    parts = ("draft", "verify", "bookkeeping")
+    per_round = {part: sum(getattr(each.seconds, part) for each in stats) / rounds for part in parts} if rounds else {}
+    steps = sum(len(each.tokens) - 1 for _, each in pairs)
+    per_step = sum(each.after_first for _, each in pairs) / steps if steps else None
+    tau = first.stats.acceptance_length if first.stats is not None and first.stats.rounds else None
+    predicted = tau * per_step / sum(per_round.values()) if tau and per_step and per_round else None
+    kind = "generate(do_sample=False)"
+    return Comparison(
+        mode="greedy" if seed is None else "coupled",
+        baseline=kind if seed is None else "generate(do_sample=False, logits_processor=[GumbelMax(...)])",
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        seed=seed,
+        prompt_tokens=input_ids.shape[1],
+        tokens=first.tokens,
+        baseline_tokens=plain.tokens,
+        identical=difference is None,
+        first_difference=difference,
+        tokens_per_second=_median([row["ours"] for row in rows]),
+        baseline_tokens_per_second=_median([row["baseline"] for row in rows]),
+        speedup=_median(ratios),
+        speedup_least=min(ratios, default=None),
+        speedup_most=max(ratios, default=None),
+        call_speedup=statistics.median(row["ours_call"] / row["baseline_call"] for row in rows),
+        acceptance_length=tau,
+        rounds=first.stats.rounds if first.stats is not None else 0,
+        predicted_speedup=predicted,
+        seconds_per_round=per_round,
+        seconds_per_plain_step=per_step,
+        pairs=rows,
+    )
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _pad_token(model: PreTrainedModel) -> int:
+    """Never used for one row, but transformers remarks on its absence."""
+    config = model.generation_config
+    for known in (config.pad_token_id, config.eos_token_id):
+        if known is not None:
+            return known if isinstance(known, int) else int(known[0])
+    return 0
+
+
+def _quoted(token: int | None, text: str) -> str:
+    return "nothing more" if token is None else json.dumps(text, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
