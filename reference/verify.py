@@ -27,6 +27,9 @@ from .sampling import (
 
 MODES = ("greedy", "rejection", "coupled")
 
+# temperature, top_k, top_p, min_p
+Cuts = tuple[Tensor, Tensor | Number, Tensor | Number, Tensor | Number]
+
 
 @torch.no_grad()
 def verify(
@@ -69,18 +72,18 @@ def verify(
 
     seed = per_row(seed, batch, torch.int64, device)
     position = per_row(position, batch, torch.int64, device)
-    scaled = cut_logits(target_logits, temperature, top_k, top_p, min_p)
+    cuts = (temperature, top_k, top_p, min_p)
     if mode == "coupled":
-        slots = position[:, None] + 1 + torch.arange(scaled.shape[1], device=device)
-        noise = exponentials(seed[:, None], slots, torch.zeros_like(slots[:, :1]), DRAFT, scaled.shape[-1])
-        # A greedy row has one token left after the cut, so the noise cannot change it.
-        return _keep_equal(gumbel_argmax(scaled, noise), draft_tokens, draft_lengths)
-
-    # A greedy row has one token left after the cut, p = 1: at every q in 0 .. 1 that token is kept, any other refused
-    # and that token drawn instead. So the divisor of such a row does not matter, but for being no zero.
+        return _keep_coupled(target_logits, draft_tokens, draft_lengths, cuts, seed, position)
     divisor = temperature.masked_fill(greedy, 1.0)
     statistics = (draft_row_max, draft_log_sum)
-    return _keep_by_rejection(scaled, draft_tokens, draft_logits, draft_lengths, divisor, seed, position, statistics)
+    verdict = _keep_by_rejection(
+        target_logits, draft_tokens, draft_logits, draft_lengths, cuts, divisor, seed, position, statistics
+    )
+    if greedy.any():
+        exact = _keep_equal(greedy_argmax(target_logits), draft_tokens, draft_lengths)
+        return torch.where(greedy, exact[0], verdict[0]), torch.where(greedy, exact[1], verdict[1])
+    return verdict
 
 
 def _prefix(kept: Tensor, lengths: Tensor) -> Tensor:
@@ -96,11 +99,35 @@ def _keep_equal(target_tokens: Tensor, draft_tokens: Tensor, draft_lengths: Tens
     return accepted, target_tokens.gather(1, accepted[:, None])[:, 0]
 
 
+def _keep_coupled(
+    target_logits: Tensor, draft_tokens: Tensor, draft_lengths: Tensor, cuts: Cuts, seed: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keep the drafts that are the Gumbel-max token of their position; rows past every row's end are not looked at.
+
+    A greedy row has one token left after the cut, so the noise cannot change it.
+    """
+    accepted, following = torch.zeros_like(seed), torch.zeros_like(seed)
+    alive = torch.ones_like(seed, dtype=torch.bool)
+    no_anchor = torch.zeros_like(position)
+    for slot in range(target_logits.shape[1]):
+        row = cut_logits(target_logits[:, slot], *cuts)
+        token = gumbel_argmax(row, exponentials(seed, position + 1 + slot, no_anchor, DRAFT, row.shape[-1]))
+        following = torch.where(alive, token, following)
+        if slot == draft_tokens.shape[1]:
+            break
+        alive &= (slot < draft_lengths) & (draft_tokens[:, slot] == token) & (token >= 0)
+        if not alive.any():
+            break
+        accepted += alive
+    return accepted, following
+
+
 def _keep_by_rejection(
-    scaled: Tensor,
+    target_logits: Tensor,
     draft_tokens: Tensor,
     draft_logits: Tensor | None,
     draft_lengths: Tensor,
+    cuts: Cuts,
     temperature: Tensor,
     seed: Tensor,
     position: Tensor,
@@ -108,29 +135,33 @@ def _keep_by_rejection(
 ) -> tuple[Tensor, Tensor]:
     """Strict ``u * q < p`` slot by slot, then one draw from the residual or, after a full block, from p.
 
-    scaled: cut and divided target logits [B, T + 1, V]; temperature: [B], above 0. The division p / q is avoided: it
-    overflows where q is tiny.
+    temperature: [B], above 0, of the drafts. The division p / q is avoided: it overflows where q is tiny. Target rows
+    past every row's first rejection are neither cut nor summed: at tau = 2 and T = 5 that is half of them.
     """
     batch, block = draft_tokens.shape
-    # All of p, because torch's softmax is one pass and half the time of its logsumexp, and a row's bits do not depend
-    # on the batch. A row without a finite maximum is NaN throughout.
-    p = scaled.softmax(-1)
-    accepted = lengths = torch.zeros_like(seed)
+    accepted, lengths = torch.zeros_like(seed), torch.zeros_like(seed)
     if block:
         row_max, log_sum = statistics
         if row_max is None or log_sum is None:
             row_max, log_sum = softmax_statistics(draft_logits, temperature[:, None])
         lengths = torch.minimum(_prefix(draft_tokens >= 0, draft_lengths), draft_lengths)
-        index = draft_tokens.clamp(0, scaled.shape[-1] - 1)[..., None]
+        index = draft_tokens.clamp(0, target_logits.shape[-1] - 1)[..., None]
         drafted = draft_logits.gather(-1, index)[..., 0].float()
         q = ((drafted - row_max) / temperature[:, None] - log_sum).exp_()
-        slots = position[:, None] + 1 + torch.arange(block, device=scaled.device)
-        kept = accept_uniform(seed[:, None], slots, position[:, None]) * q < p[:, :-1].gather(-1, index)[..., 0]
-        accepted = _prefix(kept, lengths)
+        slots = position[:, None] + 1 + torch.arange(block, device=seed.device)
+        threshold = accept_uniform(seed[:, None], slots, position[:, None]) * q
+        alive = lengths > 0
+        for slot in range(block):
+            if not alive.any():
+                break
+            # torch's softmax is one pass and half the time of its logsumexp; a row without a finite maximum is NaN.
+            p = cut_logits(target_logits[:, slot], *cuts).softmax(-1).gather(-1, index[:, slot])[:, 0]
+            alive = alive & (slot < lengths) & (threshold[:, slot] < p)
+            accepted += alive
 
     # Only the row that follows the accepted drafts is drawn from.
-    rows = torch.arange(batch, device=scaled.device)
-    p = p[rows, accepted]
+    rows = torch.arange(batch, device=seed.device)
+    p = cut_logits(target_logits[rows, accepted], *cuts).softmax(-1)
     rejected = accepted < lengths
     residual = p
     if rejected.any():
@@ -140,7 +171,7 @@ def _keep_by_rejection(
         # p - q loses digits only where it is small against p; the law then moves by 1e-7 p(x) at most.
         residual = torch.where(rejected[:, None], (p - q).clamp_(min=0.0), p)
 
-    noise = exponentials(seed, position + 1 + accepted, position, TARGET, scaled.shape[-1])
+    noise = exponentials(seed, position + 1 + accepted, position, TARGET, target_logits.shape[-1])
     best, token = (residual / noise).max(-1)
     empty = rejected & (best == 0)  # p = q up to rounding: nothing is left to draw from, and p itself is right
     if empty.any():
