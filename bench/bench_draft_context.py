@@ -53,6 +53,8 @@ def measure(draft: Any, length: int, repeats: int) -> dict[str, Any]:
 
     if draft.dtype == torch.float32 and not torch.equal(cached(), stateless()):
         raise SystemExit(f"at {length} tokens of context the two ways draft different tokens: nothing is reported")
+    if not repeats:
+        return {}
     times: dict[str, list[float]] = {"cached": [], "stateless": []}
     ways: dict[str, Callable[[], torch.Tensor]] = {"cached": cached, "stateless": stateless}
     for _ in range(repeats + 3):

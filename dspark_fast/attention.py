@@ -96,9 +96,10 @@ def check_attention(model: PreTrainedModel) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{type(model).__name__} is an encoder-decoder: only decoder-only targets are supported")
     rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type")
-    if kind in ("dynamic", "longrope"):
-        raise ValueError(f"{type(model).__name__} has RoPE of type {kind!r}, which changes with the longest row")
+    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    for kind in (part.get("rope_type") for part in parts):
+        if kind in ("dynamic", "longrope"):
+            raise ValueError(f"{type(model).__name__} has RoPE of type {kind!r}, which changes with the longest row")
 
 
 @contextmanager

@@ -71,6 +71,10 @@ class DSparkConfig(Qwen3Config):
             raise ValueError(f"markov_head_type is {self.markov_head_type!r}: accepted are {', '.join(MARKOV_HEADS)}")
         if self.mask_token_id is None or not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id is {self.mask_token_id}: accepted is an id below {self.vocab_size}")
+        if self.enable_confidence_head and self.confidence_head_with_markov and not self.markov_rank:
+            raise ValueError(
+                "confidence_head_with_markov is True with markov_rank 0: accepted is False without the head"
+            )
         taps = self.target_layer_ids
         if not taps or sorted(set(taps)) != list(taps) or taps[0] < -1:
             raise ValueError(f"target_layer_ids is {taps}: accepted are ascending layer indices, -1 the embedding")
@@ -108,7 +112,7 @@ class DSparkConfig(Qwen3Config):
         heads = target.num_attention_heads
         values: dict[str, Any] = {
             "hidden_size": target.hidden_size,
-            "intermediate_size": target.intermediate_size,
+            "intermediate_size": _intermediate_size(target),
             "vocab_size": target.vocab_size,
             "num_hidden_layers": min(5, depth),
             "num_attention_heads": heads,
@@ -126,6 +130,7 @@ class DSparkConfig(Qwen3Config):
             "bos_token_id": target.bos_token_id,
             "eos_token_id": target.eos_token_id,
             "pad_token_id": target.pad_token_id,
+            "confidence_head_with_markov": overrides.get("markov_rank", cls.markov_rank) > 0,
         }
         config = cls(**{**values, **overrides})
         config.check()
@@ -140,6 +145,14 @@ def default_taps(depth: int, count: int = 5) -> list[int]:
     last = max(depth - 3, 0)
     first = min(1, last)
     return sorted({round(first + (last - first) * i / max(count - 1, 1)) for i in range(count)})
+
+
+def _intermediate_size(target: PreTrainedConfig) -> int:
+    """Width of the target's MLP, under whichever name its configuration has it; else four times the hidden size."""
+    for name in ("intermediate_size", "n_inner", "ffn_dim"):
+        if value := getattr(target, name, None):
+            return int(value)
+    return 4 * target.hidden_size
 
 
 def _rope_theta(target: PreTrainedConfig) -> float:

@@ -145,6 +145,17 @@ class DSparkDraft(PreTrainedModel):
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
 
+    def _apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> DSparkDraft:
+        """As ``nn.Module``, but ``.to(bfloat16)`` leaves the rotary frequencies in fp32.
+
+        Rounded to bf16 they are off by 0.2 rad at position 2,000, and acceptance would fade with the context.
+        """
+        super()._apply(fn, *args, **kwargs)
+        rotary = self._modules.get("rotary_emb")
+        if rotary is not None and rotary.inv_freq.dtype != torch.float32:
+            self.rotary_emb = Qwen3RotaryEmbedding(self.config).to(self.fc.weight.device)
+        return self
+
     # --- joining a target -------------------------------------------------------------------------------------------
 
     def tie_to(self, model: PreTrainedModel) -> DSparkDraft:

@@ -12,8 +12,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from dspark_fast.draft import DSparkDraft
 from dspark_fast.drafters import Drafter, DSparkDrafter, NoDrafter, Noise
 from dspark_fast.loop import Cuts, DecodingState, Limits, decode
-from dspark_fast.pairing import check_pair
 from dspark_fast.packing import pack
+from dspark_fast.pairing import check_pair
 from dspark_fast.reference import expand_seeds
 from dspark_fast.requests import Request, read_request
 from dspark_fast.stats import Stats
@@ -21,7 +21,7 @@ from dspark_fast.stats import Stats
 VERIFICATIONS = ("rejection", "coupled")
 _PROTOCOL = ("block_size", "target_layer_ids", "begin", "commit", "propose")
 # transformers drops these without a word when it calls a callable
-_NOT_PASSED_ON = ("custom_generate", "assistant_model", "synced_gpus")
+_NOT_PASSED_ON = ("custom_generate", "assistant_model", "stop_strings", "synced_gpus")
 
 
 class Decoding:

@@ -192,13 +192,15 @@ def _commit(
     on_commit: OnCommit,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Commit a run and tell the caller; NaN logits, which come back as token -1, are raised here."""
+    before = state.lengths.clone()
+    taken, acceptance = state.commit(run, counts, limits)
+    # Only now: a NaN behind a stop token or the length limit is in nobody's way.
     columns = torch.arange(run.shape[1], device=run.device)
-    invalid = (run < 0) & (columns < counts[:, None]) & ~state.finished[:, None]
+    invalid = (run < 0) & (columns < taken[:, None])
     if bool(invalid.any()):
         row, column = invalid.nonzero()[0].tolist()
-        position = int(state.lengths[row]) + column
+        position = int(before[row]) + column
         raise FloatingPointError(f"the logits of row {row} for position {position} are NaN or all -inf")
-    taken, acceptance = state.commit(run, counts, limits)
     rows = [tokens[:n] for tokens, n in zip(run.tolist(), taken.tolist(), strict=True)]
     for row, tokens in enumerate(rows):
         stats.new_tokens[row] += len(tokens)

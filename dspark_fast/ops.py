@@ -5,14 +5,13 @@ The reference is the only implementation so far; a fused one is chosen here and 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from dspark_fast import reference
 from dspark_fast.reference import MarkovWalk
+from dspark_fast.reference.markov import HEADS
+from dspark_fast.reference.verify import MODES
 
-MODES = ("greedy", "rejection", "coupled")
 Scalar = float | int | torch.Tensor
 
 
@@ -25,21 +24,37 @@ def markov_walk(
     temperature: Scalar,
     seed: Scalar,
     position: Scalar,
-    **options: Any,
+    head: str = "vanilla",
+    head_weight: torch.Tensor | None = None,
+    head_bias: torch.Tensor | None = None,
+    hidden: torch.Tensor | None = None,
+    candidates: int = 0,
+    keep_logits: bool = True,
+    logits_dtype: torch.dtype = torch.float32,
+    coupled: bool = False,
 ) -> MarkovWalk:
     """Walk the Markov head over a block; see :func:`dspark_fast.reference.markov_walk`.
 
     Raises:
-        ValueError: for shapes that do not fit each other, naming both.
+        ValueError: for an unknown head, or shapes that do not fit each other, naming both.
     """
-    batch, _, vocab = _shape("base_logits", base_logits, "B, T, V")
+    batch, block, vocab = _shape("base_logits", base_logits, "B, T, V")
     _expect("anchor", anchor, (batch,))
     if (w1 is None) != (w2 is None):
         raise ValueError("w1 and w2 come together: one is None")
+    if head not in HEADS:
+        raise ValueError(f"head is {head!r}: accepted are {', '.join(HEADS)}")
     if w1 is not None and w2 is not None:
         rank = w1.shape[-1]
         _expect("w1", w1, (vocab, rank))
         _expect("w2", w2, (vocab, rank))
+        if head != "vanilla":
+            if hidden is None or head_weight is None:
+                raise ValueError(f"head is {head!r}, which needs hidden and head_weight")
+            width = hidden.shape[-1]
+            _expect("hidden", hidden, (batch, block, width))
+            gated = head == "gated"
+            _expect("head_weight", head_weight, (rank, width + rank) if gated else (3 * rank, 2 * rank + width))
     return reference.markov_walk(
         base_logits,
         w1,
@@ -48,7 +63,14 @@ def markov_walk(
         temperature=per_row(temperature, base_logits, torch.float32, "temperature"),
         seed=per_row(seed, base_logits, torch.int64, "seed"),
         position=per_row(position, base_logits, torch.int64, "position"),
-        **options,
+        head=head,
+        head_weight=head_weight,
+        head_bias=head_bias,
+        hidden=hidden,
+        candidates=candidates,
+        keep_logits=keep_logits,
+        logits_dtype=logits_dtype,
+        coupled=coupled,
     )
 
 
@@ -91,9 +113,9 @@ def verify(
         seed=per_row(seed, target_logits, torch.int64, "seed"),
         position=per_row(position, target_logits, torch.int64, "position"),
         mode=mode,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
+        top_k=per_row(top_k, target_logits, torch.int64, "top_k"),
+        top_p=per_row(top_p, target_logits, torch.float32, "top_p"),
+        min_p=per_row(min_p, target_logits, torch.float32, "min_p"),
         draft_row_max=draft_row_max,
         draft_log_sum=draft_log_sum,
     )

@@ -17,6 +17,23 @@ _PROCESSORS = {
     "MinPLogitsWarper": "min_p",
 }
 _CRITERIA = {"MaxLengthCriteria": "max_length", "EosTokenCriteria": "eos_token_id"}
+# What transformers prepares for every call; anything else in its place would reach the target in plain decoding.
+_PREPARED = {
+    "attention_mask",
+    "cache_position",
+    "inputs_embeds",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
+_OTHER_METHODS = (
+    "penalty_alpha",
+    "dola_layers",
+    "cache_implementation",
+    "prefill_chunk_size",
+    "prompt_lookup_num_tokens",
+)
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -96,23 +113,34 @@ def _refuse(
         raise ValueError(f"num_beams is {config.num_beams}: speculative decoding has no beam search, accepted is 1")
     if getattr(config, "guidance_scale", None) not in (None, 1, 1.0):
         raise ValueError(f"guidance_scale is {config.guidance_scale}: classifier-free guidance is not supported")
-    if getattr(config, "prompt_lookup_num_tokens", None):
-        raise ValueError("prompt_lookup_num_tokens is given: the drafts come from the drafter")
+    for name in _OTHER_METHODS:
+        if getattr(config, name, None):
+            raise ValueError(f"{name} is {getattr(config, name)!r}: speculative decoding has no such setting")
     if asked := [name for name in _OUTPUTS if getattr(config, name, None)]:
         raise ValueError(f"{', '.join(asked)} is asked for: only the sequences are returned so far")
     _refuse_unknown("logits processor", logits_processor, _PROCESSORS, config)
     _refuse_unknown("stopping criterion", stopping_criteria, _CRITERIA, config)
     past = model_kwargs.get("past_key_values")
-    if past is not None and past.get_seq_length():
-        raise ValueError(f"past_key_values holds {past.get_seq_length()} tokens: accepted is none, or an empty cache")
+    if past is not None and (past.get_seq_length() or getattr(past, "_is_user_defined", False)):
+        raise ValueError(
+            f"past_key_values is given, with {past.get_seq_length()} tokens: a cache cannot be handed in yet"
+        )
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds is given: accepted are input_ids")
+    extra = sorted(name for name, value in model_kwargs.items() if name not in _PREPARED and _matters(name, value))
+    if extra:
+        raise ValueError(f"{', '.join(extra)} given: speculative decoding passes input_ids alone to the target")
     _refuse_positions(input_ids, model_kwargs.get("position_ids"), model_kwargs.get("attention_mask"))
     checkpointing = "is_activation_checkpointing"  # since transformers 5.23, where the older name warns
     if not hasattr(model, checkpointing):
         checkpointing = "is_gradient_checkpointing"
     if model.training and getattr(model, checkpointing, False):
         raise ValueError("the model trains with gradient checkpointing, which drops the cache: call model.eval() first")
+
+
+def _matters(name: str, value: Any) -> bool:
+    """Whether a model input says something; token types of all zeros are what a tokenizer adds by itself."""
+    return value is not None and not (name == "token_type_ids" and not bool(value.any()))
 
 
 def _refuse_positions(input_ids: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None) -> None:

@@ -53,12 +53,14 @@ def draft_block(
         A :class:`DraftedBlock` of T = ``block_size`` tokens for positions S+1 .. S+T.
 
     Raises:
-        ValueError: for a RoPE type other than the default, which this definition does not implement.
+        ValueError: for a RoPE type or an activation that this definition does not implement.
     """
     config = draft.config
     rope = config.rope_parameters
     if rope.get("rope_type", "default") != "default":
         raise ValueError(f"draft_block implements rope_type 'default', not {rope['rope_type']!r}")
+    if config.hidden_act != "silu":
+        raise ValueError(f"draft_block implements hidden_act 'silu', not {config.hidden_act!r}")
     batch, context_length, _ = context_features.shape
     block, head_dim, eps = config.block_size, config.head_dim, config.rms_norm_eps
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from dspark_fast import DSparkConfig, DSparkDraft
@@ -372,3 +373,28 @@ def test_a_failed_save_leaves_the_old_checkpoint(pair, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         draft.save_pretrained(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+# --- what a caller may do to it ---
+
+
+def test_casting_leaves_the_positions_alone(make_target, make_draft):
+    draft = make_draft(make_target())
+    before = draft.rotary_emb.inv_freq.clone()
+    draft.to(torch.bfloat16)
+    assert draft.fc.weight.dtype == torch.bfloat16
+    assert draft.rotary_emb.inv_freq.dtype == torch.float32 and torch.equal(draft.rotary_emb.inv_freq, before)
+
+
+def test_without_a_markov_head_the_confidence_head_has_no_markov_input(make_target):
+    target = make_target()
+    config = DSparkConfig.from_target(target.config, markov_rank=0)
+    assert not config.confidence_head_with_markov
+    with pytest.raises(ValueError, match="confidence_head_with_markov is True with markov_rank 0"):
+        DSparkConfig.from_target(target.config, markov_rank=0, confidence_head_with_markov=True)
+
+
+@pytest.mark.parametrize(("kind", "width"), [("GPT2", 256), ("OPT", 96)])
+def test_geometry_of_a_target_with_other_names(kind, width):
+    sizes = {"GPT2": {"n_embd": 64, "n_layer": 6, "n_head": 4}, "OPT": {"hidden_size": 64, "ffn_dim": 96}}
+    assert DSparkConfig.from_target(getattr(transformers, f"{kind}Config")(**sizes[kind])).intermediate_size == width

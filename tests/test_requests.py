@@ -148,20 +148,33 @@ def test_prompt_that_fills_the_length_limit_is_refused(idle):
         dspark_fast.generate(model, draft, IDS, max_length=4)
 
 
-def test_cache_with_tokens_is_refused_and_an_empty_one_is_not(make_target):
-    model = make_target(fresh=True)
-    expected = model.generate(IDS, max_new_tokens=4, do_sample=False)
-    empty = DynamicCache(config=model.config)
-    out = dspark_fast.generate(model, None, IDS, max_new_tokens=4, do_sample=False, past_key_values=empty)
-    assert torch.equal(out, expected)
+@pytest.mark.floor
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_a_cache_handed_in_is_refused(tokens, idle):
+    """An empty one too: the caller would find it empty afterwards, and go on as if it were full."""
+    model, _ = idle
     cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(IDS[:, :2], past_key_values=cache, use_cache=True)
-    runs = []
-    model.register_forward_pre_hook(lambda module, args: runs.append(1))
-    with pytest.raises(ValueError, match=r"past_key_values holds 2 tokens"):
+    if tokens:
+        for layer in range(model.config.num_hidden_layers):
+            cache.update(torch.zeros(2, 2, tokens, 16), torch.zeros(2, 2, tokens, 16), layer)
+    with pytest.raises(ValueError, match=rf"past_key_values is given, with {tokens} tokens"):
         dspark_fast.generate(model, None, IDS, max_new_tokens=4, do_sample=False, past_key_values=cache)
-    assert not runs
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        pytest.param({"penalty_alpha": 0.6, "top_k": 4}, r"penalty_alpha is 0\.6", id="contrastive"),
+        pytest.param({"cache_implementation": "static"}, r"cache_implementation is 'static'", id="static-cache"),
+        pytest.param({"prompt_lookup_num_tokens": 3}, r"prompt_lookup_num_tokens is 3", id="prompt-lookup"),
+        pytest.param({"stop_strings": ["a"]}, r"stop_strings", id="stop-strings"),
+        pytest.param({"token_type_ids": torch.ones(2, 4, dtype=torch.long)}, r"token_type_ids", id="another-input"),
+    ],
+)
+def test_what_would_be_dropped_is_refused(settings, message, idle):
+    model, draft = idle
+    with pytest.raises(ValueError, match=message):
+        dspark_fast.generate(model, draft, IDS, attention_mask=ONES, max_new_tokens=4, **settings)
 
 
 OTHER_TARGETS = {

@@ -10,14 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from dspark_fast import DSparkDraft, generate
 from dspark_fast.training import features, responses
-from dspark_fast.training.features import FeatureStore, write_features
+from dspark_fast.training.features import FeatureStore, check_head, write_features
 from dspark_fast.training.prompts import is_held_out, make_prompt
-from dspark_fast.training.recipe import Recipe, collect, measure
+from dspark_fast.training.recipe import Recipe, collect, measure, remember
 from dspark_fast.training.responses import Response, conversation_ids, generate_responses, read_responses, stop_tokens
 from dspark_fast.training.trainer import Trainer
 
@@ -544,3 +545,36 @@ def test_ctrl_c_leaves_what_the_next_run_goes_on_from(command, monkeypatch, stag
 def test_bad_arguments_are_named(command, capfd, arguments, message):
     assert command(*arguments) == 2
     assert message in " ".join(capfd.readouterr().err.replace("│", " ").split())
+
+
+# --- whose answers a folder holds ---
+
+
+@pytest.mark.parametrize("kind", ["Granite", "Gemma2"])
+def test_a_target_that_changes_its_logits_behind_the_head_is_refused(kind):
+    torch.manual_seed(0)
+    geometry = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    geometry |= {"num_key_value_heads": 2, "vocab_size": 97, "initializer_range": 0.25, "tie_word_embeddings": False}
+    geometry |= {"logits_scaling": 8.0} if kind == "Granite" else {"final_logit_softcapping": 2.0, "head_dim": 16}
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**geometry)).eval()
+    with pytest.raises(ValueError, match=f"{kind}ForCausalLM changes its logits"):
+        check_head(model)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "Llama", "Qwen2", "Gemma"])
+def test_a_target_whose_logits_are_its_heads_is_not(kind, make_target):
+    check_head(make_target(kind))
+
+
+def test_a_folder_of_another_targets_answers_is_refused(make_target, tmp_path):
+    model = make_target()
+    recipe = Recipe(seed=3)
+    remember(tmp_path, model, recipe)
+    remember(tmp_path, model, recipe)
+    with pytest.raises(ValueError, match="holds answers with seed 3, asked for is 4"):
+        remember(tmp_path, model, Recipe(seed=4))
+    other = make_target(fresh=True)
+    with torch.no_grad():
+        other.get_input_embeddings().weight[5, 5] += 1
+    with pytest.raises(ValueError, match="holds answers with weights"):
+        remember(tmp_path, other, recipe)

@@ -70,7 +70,6 @@ def train(
         "block_size": block_size,
         "markov_rank": rank,
         "markov_head_type": head,
-        "confidence_head_with_markov": rank > 0,
     }
     if taps is not None:
         try:

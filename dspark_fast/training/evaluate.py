@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -91,6 +92,7 @@ def measure_acceptance(
 
 
 def _acceptance(domain: str, prompts: int, lengths: list[int], proposed: list[int], accepted: list[int]) -> Acceptance:
-    reached = [proposed[0], *accepted[:-1]] if proposed else []
-    conditional = [round(hit / n, 3) if n else float("nan") for hit, n in zip(accepted, reached, strict=True)]
+    # Survival first (all drafts up to the slot accepted, of those proposed there), then its ratio from slot to slot.
+    survival = [1.0, *(hit / n if n else float("nan") for hit, n in zip(accepted, proposed, strict=True))]
+    conditional = [round(now / last, 3) if last else float("nan") for last, now in pairwise(survival)]
     return Acceptance(domain, prompts, sum(lengths) / len(lengths) if lengths else float("nan"), conditional)

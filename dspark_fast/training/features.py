@@ -99,6 +99,25 @@ def _check_shard(path: Path, made_for: str) -> None:
         raise ValueError(f"{path} was made for {theirs}, asked for are {made_for}: use another folder or delete it")
 
 
+@torch.no_grad()
+def check_head(model: Any) -> None:
+    """Refuse a target whose logits are not its LM head on its last hidden state: the loss would learn another law.
+
+    Raises:
+        ValueError: for soft caps (Gemma-2) and scales (Granite, Cohere) behind the head.
+    """
+    ids = torch.arange(1, 17, device=model.device)[None] % model.get_input_embeddings().num_embeddings
+    last = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    ours = model.get_output_embeddings()(last).float().softmax(-1)
+    theirs = model(input_ids=ids, use_cache=False).logits.float().softmax(-1)
+    # L1 distance, 0 to 2: rounding gives a few thousandths in bf16, a soft cap or a scale 0.7 and more.
+    if (ours - theirs).abs().sum(-1).max() > 0.1:
+        raise ValueError(
+            f"{type(model).__name__} changes its logits behind the LM head (soft cap or scale): "
+            "no drafter can be trained for it yet"
+        )
+
+
 def _usable(response: Response) -> bool:
     own = len(response.input_ids) - response.start
     return own >= (3 if response.domain == "short" else 14)

@@ -39,7 +39,8 @@ def plot_training(metrics: Path, picture: Path) -> None:
     axes[0].set(title="losses", xlabel="step", yscale="log")
     axes[0].legend()
     axes[1].plot(steps, _smooth([row["tau"] for row in rows]), label="training text")
-    axes[1].plot([s for s, _ in held_out], [m["tau"] for _, m in held_out], "o", markersize=4, label="held out")
+    known = [(step, metrics["tau"]) for step, metrics in held_out if metrics["tau"] is not None]
+    axes[1].plot([s for s, _ in known], [tau for _, tau in known], "o", markersize=4, label="held out")
     axes[1].set(title="acceptance length, teacher-forced, T = 1", xlabel="step", ylabel="tokens per round")
     axes[1].legend()
     for slot in range(len(rows[0]["accept"])):
@@ -56,7 +57,7 @@ def _smooth(values: list[Any], keep: float = 0.95) -> list[float]:
     """Exponential mean, unbiased at the start; NaN (a batch without full blocks) repeats the last."""
     out, total, weight = [], 0.0, 0.0
     for value in values:
-        if value == value:
+        if value is not None and value == value:
             total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
         out.append(total / weight if weight else float("nan"))
     return out

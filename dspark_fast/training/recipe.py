@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,7 @@ import torch
 from dspark_fast.config import DSparkConfig
 from dspark_fast.draft import DSparkDraft
 from dspark_fast.training.evaluate import Acceptance, measure_acceptance
-from dspark_fast.training.features import FeatureStore, write_features
+from dspark_fast.training.features import FeatureStore, check_head, write_features
 from dspark_fast.training.initialise import initialise_from_target
 from dspark_fast.training.prompts import Prompt, read_prompts, training_prompts
 from dspark_fast.training.responses import generate_responses, read_responses
@@ -69,7 +70,8 @@ def collect(
     Returns:
         Features to train on, and those held out.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    check_head(model)
+    remember(folder, model, recipe)
     path = folder / "responses.jsonl"
     prompts: Iterable[Prompt] = chain(*map(read_prompts, prompt_files), training_prompts(recipe.seed, gsm8k))
     generate_responses(
@@ -94,6 +96,29 @@ def collect(
     held_out = [shard for shard in shards if shard.name.startswith("held-out")]
     together = recipe.train.sequences
     return FeatureStore(train, together), FeatureStore(held_out, together)
+
+
+def remember(folder: Path, model: Any, recipe: Recipe) -> None:
+    """Note in ``run.json`` whose answers the folder holds; a folder of other answers is refused.
+
+    Raises:
+        ValueError: naming what differs, with both values.
+    """
+    weight = model.get_input_embeddings().weight[:64].detach().float().cpu()
+    ours = {
+        "target": type(model).__name__,
+        "weights": hashlib.sha256(weight.numpy().tobytes()).hexdigest()[:16],
+        "max_new_tokens": recipe.max_new_tokens,
+        "seed": recipe.seed,
+    }
+    path = folder / "run.json"
+    if path.is_file():
+        theirs = json.loads(path.read_text(encoding="utf-8"))
+        for key, value in ours.items():
+            if theirs.get(key) != value:
+                raise ValueError(f"{folder} holds answers with {key} {theirs.get(key)}, asked for is {value}")
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(ours, indent=2) + "\n", encoding="utf-8")
 
 
 def fresh_draft(model: Any, recipe: Recipe, sample: torch.Tensor) -> DSparkDraft:
@@ -121,12 +146,11 @@ def train_draft(
     *,
     on_step: Callable[[dict[str, Any]], None] = lambda metrics: None,
 ) -> DSparkDraft:
-    """Stage 3: optimise, then write the drafter to ``folder / "draft"`` in the target's dtype, and return it so."""
+    """Stage 3: optimise, write the drafter to ``folder / "draft"`` in bf16, and return it in the target's dtype."""
     Trainer(draft, train, held_out, folder, recipe.train, on_step).run()
     draft.requires_grad_(False).eval().to(torch.bfloat16)
     draft.save_pretrained(folder / "draft")
-    # Read back rather than cast back: ``.to(bfloat16)`` also rounded the rotary frequencies, which are not stored.
-    return DSparkDraft.from_pretrained(folder / "draft", target=model)
+    return draft.to(model.dtype)
 
 
 def measure(

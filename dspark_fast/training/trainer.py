@@ -124,7 +124,7 @@ class Trainer:
                 }
                 if len(self.held_out) and self.step % self.settings.evaluate_every == 0:
                     metrics["held_out"] = self.evaluate()
-                log.write(json.dumps(metrics) + "\n")
+                log.write(json.dumps(_finite(metrics)) + "\n")
                 log.flush()
                 self.on_step(metrics)
                 if self.step % self.settings.save_every == 0 or self.step == self.settings.steps:
@@ -260,6 +260,13 @@ def describe(loss: Loss) -> dict[str, Any]:
         "tau": loss.expected_acceptance_length(),
         "accept": [round(value, 4) for value in accept.tolist()],
     }
+
+
+def _finite(value: Any) -> Any:
+    """NaN, which JSON has no word for, as None."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _mean(values: list[Any]) -> Any:
