@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
+from transformers import PreTrainedConfig
 
 from dspark_fast.config import ARCHITECTURE, DSparkConfig
 from dspark_fast.pairing import check_pair
@@ -78,7 +79,9 @@ def save_draft(draft: DSparkDraft, folder: Path, *, include_target_weights: bool
             state[key] = draft._tied(attribute).weight.detach().cpu().clone()
     else:
         state = {key: value for key, value in state.items() if key not in FROM_TARGET}
-    config = draft.config.to_dict()
+    # Without what every transformers configuration has by default (labels, output flags): the authors' files lack it.
+    inert = PreTrainedConfig().to_dict()
+    config = {key: value for key, value in draft.config.to_dict().items() if inert.get(key, ...) != value}
     config["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")
     config["architectures"] = [ARCHITECTURE]
     _replace(folder / "config.json", lambda path: path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n"))

@@ -151,6 +151,7 @@ def _run(
             progress.update(bar, completed=metrics["step"], figures=figures)
 
         trained = stages.train_draft(model, trainee, train, held_out, out, recipe, on_step=step)
+        progress.update(bar, completed=recipe.train.steps)  # also where an earlier run had already got there
         acceptance = stages.measure(model, trained, out, per_domain=per_domain, on_progress=show)
     try:
         plot_training(out / "metrics.jsonl", out / "loss.png")
