@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dspark_fast.wheel import KNOWN, TargetError, disk_problem, transformers_bars, wheel_target
+from dspark_fast.dequantise import transformers_bars
+from dspark_fast.wheel import KNOWN, TargetError, disk_problem, wheel_target
 
 if TYPE_CHECKING:
     import torch
