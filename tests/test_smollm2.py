@@ -1,0 +1,43 @@
+"""The shipped pair on its real target; needs the network once (`pytest -m network`), and a minute or two."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dspark_fast
+from dspark_fast.compare import compare
+
+PROMPTS = {
+    "maths": "A train travels 60 km in 45 minutes. What is its average speed in km/h?",
+    "code": "Write a Python function that checks whether a string is a palindrome.",
+    "chat": "Explain why the sky is blue to a ten-year-old.",
+    "list": "List ten fruits and their colours.",
+    "short": "What is the capital of France?",
+}
+pytestmark = pytest.mark.network
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return dspark_fast.load("HuggingFaceTB/SmolLM2-135M-Instruct", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+def test_the_same_words_in_fp32(prompt, temperature, loaded):
+    model, draft, tokenizer = loaded
+    messages = [{"role": "user", "content": prompt}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    found = compare(
+        model,
+        draft,
+        ids["input_ids"],
+        tokenizer=tokenizer,
+        max_new_tokens=48,
+        temperature=temperature,
+        seed=1,
+        repeats=1,
+    )
+    assert found.identical, found.first_difference.sentence()
+    assert found.acceptance_length > (1.0 if temperature else 1.3)  # 1.38 on the hardest of the five, 1.0 is no draft
