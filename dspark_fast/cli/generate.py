@@ -162,6 +162,8 @@ def _show(out: Console, found: Comparison) -> None:
             f"[bold]speedup {found.speedup:.2f}x[/bold] (median of {runs}, {found.speedup_least:.2f}x to "
             f"{found.speedup_most:.2f}x); with the prefill {found.call_speedup:.2f}x"
         )
+        if found.speedup_most > 1.5 * found.speedup_least:
+            out.print("the runs differ a lot, so something else is using this machine: do not trust this speedup")
     if found.predicted_speedup is not None:
         draft, verify, rest = (1000 * found.seconds_per_round[part] for part in ("draft", "verify", "bookkeeping"))
         out.print(

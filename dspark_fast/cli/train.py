@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dspark_fast.cli.app import app
+from dspark_fast.cli.session import plain_errors
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -94,7 +95,9 @@ def train(
             evaluate_every=evaluate_every,
         ),
     )
-    _run(model, out, recipe, draft=draft, prompt_files=prompts or [], gsm8k=gsm8k, device=device, per_domain=per_domain)
+    files = prompts or []
+    with plain_errors():
+        _run(model, out, recipe, draft=draft, prompt_files=files, gsm8k=gsm8k, device=device, per_domain=per_domain)
 
 
 def _run(

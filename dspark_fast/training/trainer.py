@@ -226,7 +226,9 @@ class Trainer:
         changed = [key for key in ours if key not in loose and theirs.get(key, ours[key]) != ours[key]]
         if changed:
             values = "; ".join(f"{key} was {theirs.get(key)}, is {ours[key]}" for key in changed)
-            raise ValueError(f"{path} was made with other settings: {values}")
+            raise ValueError(
+                f"{path} was made with other settings: {values}; take another folder, or delete it to train anew"
+            )
         tensors = load_file(path)
         self.step = int(extra["step"])
         for name, parameter in self.parameters.items():
