@@ -415,3 +415,9 @@ def test_version_and_help_do_not_wait_for_torch(tmp_path):
     assert done.stdout.count("status 0\n") == 4 and "status 2\n" in done.stdout
     assert done.stdout.endswith("slow []\n")
     assert "--compare" in done.stdout and "/reset" in done.stdout
+
+
+def test_compare_does_not_overrule_a_chosen_verification():
+    result = run("generate", "Hi.", "--compare", "--temperature", "0.8", "--verification", "rejection")
+    assert result.exit_code == 2
+    assert "only coupled verification promises" in " ".join(result.stderr.split()).replace("│ ", "")

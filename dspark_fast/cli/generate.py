@@ -76,7 +76,12 @@ def generate(
         system=system,
     )
     if compare and temperature > 0:
-        if verification is not o.Verification.coupled:
+        if verification is o.Verification.rejection:
+            raise typer.BadParameter(
+                "--compare looks for the same tokens, which only coupled verification promises",
+                param_hint="'--verification'",
+            )
+        if verification is None:
             note("--compare at a temperature uses --verification coupled: only then can tokens be compared")
         settings = replace(settings, verification="coupled")
     with plain_errors():
