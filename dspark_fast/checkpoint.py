@@ -76,7 +76,7 @@ def save_draft(draft: DSparkDraft, folder: Path, *, include_target_weights: bool
     if include_target_weights:
         for key, attribute in FROM_TARGET.items():
             # clone: a target that ties its embedding and head has one storage, and safetensors refuses shared ones
-            state[key] = draft._tied(attribute).weight.detach().cpu().clone()
+            state[key] = draft.tied(attribute).weight.detach().cpu().clone()
     else:
         state = {key: value for key, value in state.items() if key not in FROM_TARGET}
     # Without what every transformers configuration has by default (labels, output flags): the authors' files lack it.

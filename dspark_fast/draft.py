@@ -197,7 +197,7 @@ class DSparkDraft(PreTrainedModel):
         Returns:
             ``[B, T, H]``, final-normed: what the LM head, the Markov head and the confidence head read.
         """
-        hidden = self._tied("embed_tokens")(ids).to(self.fc.weight.dtype)
+        hidden = self.tied("embed_tokens")(ids).to(self.fc.weight.dtype)
         cos, sin = self.rotary_emb(hidden, positions)
         for index, layer in enumerate(self.layers):
             normed = layer.input_layernorm(hidden)
@@ -209,7 +209,7 @@ class DSparkDraft(PreTrainedModel):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Base logits U ``[..., V]`` of final-normed ``[..., H]``, in the LM head's dtype."""
-        head = self._tied("lm_head")
+        head = self.tied("lm_head")
         return head(hidden.to(head.weight.dtype))
 
     def confidence(self, hidden: torch.Tensor, prev_tokens: torch.Tensor) -> torch.Tensor:
@@ -234,7 +234,12 @@ class DSparkDraft(PreTrainedModel):
         extra = head.gate_proj if self.config.markov_head_type == "gated" else head.joint_proj
         return {"head": self.config.markov_head_type, "head_weight": extra.weight, "head_bias": extra.bias}
 
-    def _tied(self, name: str) -> Any:
+    def tied(self, name: str) -> Any:
+        """The target's ``embed_tokens`` or ``lm_head``.
+
+        Raises:
+            ValueError: for a fresh drafter that has not been joined to its target yet.
+        """
         module = getattr(self, name)
         if module is None:
             raise ValueError(f"this drafter has no {name} yet: join it to its target with draft.tie_to(model)")

@@ -118,17 +118,17 @@ class Decoding:
         draft = self._draft
         if isinstance(draft, DSparkDraft):
             check_pair(draft.config, model)
-            draft._tied("embed_tokens")
+            draft.tied("embed_tokens")
             if draft.device != model.device:
                 raise ValueError(f"the drafter is on {draft.device}, the target on {model.device}: move one with .to()")
 
     def _seeds(self, batch: int, request: Request) -> torch.Tensor:
         """One 64-bit seed per row: a list as it is, anything else expanded over (prompt, return sequence)."""
         if self._seed is not None and not isinstance(self._seed, int):
-            values = self._seed.tolist() if isinstance(self._seed, torch.Tensor) else list(self._seed)
-            count = len(values) if isinstance(values, list) else 1
-            if count != batch or not isinstance(values, list):
-                raise ValueError(f"seed has {count} values for {batch} rows: accepted are an int or one per row")
+            given = self._seed
+            values = torch.atleast_1d(given).tolist() if isinstance(given, torch.Tensor) else list(given)
+            if len(values) != batch:
+                raise ValueError(f"seed has {len(values)} values for {batch} rows: accepted are an int or one per row")
             return torch.tensor([_signed(value) for value in values])
         seed = self._seed
         if seed is None and not request.do_sample:

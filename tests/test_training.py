@@ -870,3 +870,22 @@ def test_card(whole, tmp_path):
         assert part in card, part
     rows = [line for line in card.splitlines() if line.startswith(("| prompts", "|---|---|---|", "| chat", "| all"))]
     assert len(rows) == 4 and len({row.count("|") for row in rows}) == 1
+
+
+def test_a_checkpoint_belongs_to_its_shards(trainer_of, tmp_path, data, make_draft):
+    trainer_of(tmp_path, replace(SETTINGS, steps=3, save_every=3)).run()
+    fewer = FeatureStore(data.train[:-1], SETTINGS.sequences)
+    other = Trainer(make_draft(data.model), fewer, FeatureStore([]), tmp_path, replace(SETTINGS, steps=3, save_every=3))
+    with pytest.raises(ValueError, match="shards was"):
+        other.resume()
+
+
+def test_trained_heads_belong_to_their_frozen_layers(trainer_of, tmp_path, data, make_draft):
+    heads = replace(SETTINGS, steps=3, save_every=3, heads_only=True)
+    trainer_of(tmp_path, heads).run()
+    stranger = make_draft(data.model)
+    with torch.no_grad():
+        stranger.fc.weight[0, 0] += 1
+    with pytest.raises(ValueError, match="frozen was"):
+        trainer_of(tmp_path, heads, draft=stranger).resume()
+    trainer_of(tmp_path, heads).resume()

@@ -64,7 +64,7 @@ def collect(
         folder: of ``responses.jsonl`` and ``features/``.
         recipe: how much.
         layer_ids: the tapped layers.
-        prompt_files: the user's own prompts as JSONL; they come first, the built-in ones after.
+        prompt_files: the user's own prompts as JSONL; read first, the built-in ones after.
         gsm8k: GSM8K training questions as JSONL, mixed into the built-in prompts.
 
     Returns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -62,8 +63,8 @@ class TrainSettings:
 class Trainer:
     """Trains a drafter on feature shards.
 
-    Everything random is a function of (seed, step), so a run that was stopped and resumed has the losses of one that
-    was not.
+    Everything random is a function of (seed, step), so a run that was stopped and resumed on the same shards has the
+    losses of one that was not; on other shards, or with other frozen weights, it is refused.
 
     Args:
         draft: joined to its target, fp32.
@@ -247,7 +248,16 @@ class Trainer:
 
     def _settings(self) -> dict[str, Any]:
         """What a run that goes on must have in common with this one."""
-        return {**asdict(self.settings), **{key: getattr(self.draft.config, key) for key in SHAPE}}
+        frozen = hashlib.sha256()
+        for name, weight in self.draft.named_parameters():
+            if name not in self.parameters:
+                frozen.update(weight.detach().float().cpu().numpy().tobytes())
+        return {
+            **asdict(self.settings),
+            **{key: getattr(self.draft.config, key) for key in SHAPE},
+            "shards": [shard.name for shard in self.train_store.shards],
+            "frozen": frozen.hexdigest()[:16],
+        }
 
 
 def describe(loss: Loss) -> dict[str, Any]:
