@@ -157,7 +157,7 @@ def decode(
             with clock.part("draft"):
                 proposal = drafter.propose(state.anchor, position, noise)
             with clock.part("verify"):
-                lengths = proposal.lengths.masked_fill(state.finished, 0)
+                lengths = proposal.lengths.masked_fill(state.finished, -1)
                 # Slots that no row verifies are not read by the target either.
                 drafted = int(lengths.max())
                 ids = torch.cat([state.anchor[:, None], proposal.tokens[:, :drafted].clamp(min=0)], dim=1)

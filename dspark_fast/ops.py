@@ -1,18 +1,26 @@
-"""The door to the ops: arguments are checked once, scalars become tensors, and an implementation is called.
+"""The door to the ops: arguments are checked once, numbers become tensors, and one of the two rooms is called.
 
-The reference is the only implementation so far; a fused one is chosen here and nowhere else when there is one.
+Each function has the signature of its reference and ``backend`` besides: ``"kernel"``, ``"reference"`` or None, which
+leaves the choice to :mod:`dspark_fast.backend`. Nothing here reads a tensor's values, so nothing waits for a GPU.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from dspark_fast import reference
+from dspark_fast.backend import choose
 from dspark_fast.reference import MarkovWalk
-from dspark_fast.reference.markov import HEADS
+from dspark_fast.reference.markov import HEADS, NORM_GROUP
 from dspark_fast.reference.verify import MODES
+from dspark_fast.registered import call
 
 Scalar = float | int | torch.Tensor
+
+LONGEST_BLOCK = 16  # queries that the attention kernel takes: it reads K and V once for all of them
+WIDEST_HEAD = 256
+LOGITS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def markov_walk(
@@ -32,11 +40,14 @@ def markov_walk(
     keep_logits: bool = True,
     logits_dtype: torch.dtype = torch.float32,
     coupled: bool = False,
+    w2_norms: torch.Tensor | None = None,
+    backend: str | None = None,
 ) -> MarkovWalk:
     """Walk the Markov head over a block; see :func:`dspark_fast.reference.markov_walk`.
 
     Raises:
-        ValueError: for an unknown head, or shapes that do not fit each other, naming both.
+        ValueError: for an unknown head or dtype, a number out of its range, or shapes that do not fit each other,
+            naming what was given and what is accepted.
     """
     batch, block, vocab = _shape("base_logits", base_logits, "B, T, V")
     _expect("anchor", anchor, (batch,))
@@ -44,6 +55,16 @@ def markov_walk(
         raise ValueError("w1 and w2 come together: one is None")
     if head not in HEADS:
         raise ValueError(f"head is {head!r}: accepted are {', '.join(HEADS)}")
+    if candidates < 0:
+        raise ValueError(f"candidates is {candidates}: accepted are 0 (all) and above")
+    if logits_dtype not in LOGITS_DTYPES:
+        raise ValueError(f"logits_dtype is {logits_dtype}: accepted are {', '.join(map(str, LOGITS_DTYPES))}")
+    if w2_norms is not None:
+        if w2 is None or keep_logits or candidates:
+            raise ValueError(
+                "w2_norms needs w2, keep_logits=False and candidates=0: with it not all logits are computed"
+            )
+        _expect("w2_norms", w2_norms, (-(-vocab // NORM_GROUP),))
     if w1 is not None and w2 is not None:
         rank = w1.shape[-1]
         _expect("w1", w1, (vocab, rank))
@@ -51,27 +72,32 @@ def markov_walk(
         if head != "vanilla":
             if hidden is None or head_weight is None:
                 raise ValueError(f"head is {head!r}, which needs hidden and head_weight")
-            width = hidden.shape[-1]
+            width, gated = hidden.shape[-1], head == "gated"
             _expect("hidden", hidden, (batch, block, width))
-            gated = head == "gated"
             _expect("head_weight", head_weight, (rank, width + rank) if gated else (3 * rank, 2 * rank + width))
-    return reference.markov_walk(
-        base_logits,
-        w1,
-        w2,
-        anchor,
-        temperature=per_row(temperature, base_logits, torch.float32, "temperature"),
+            if head_bias is not None:
+                _expect("head_bias", head_bias, (rank if gated else 3 * rank,))
+    tokens, logits, row_max, log_sum = call(
+        "markov_walk",
+        choose(backend, base_logits),
+        _rows(base_logits),
+        _rows(w1),
+        _rows(w2),
+        anchor.contiguous(),
+        temperature=per_row(temperature, base_logits, torch.float32, "temperature", at_least=0),
         seed=per_row(seed, base_logits, torch.int64, "seed"),
         position=per_row(position, base_logits, torch.int64, "position"),
         head=head,
-        head_weight=head_weight,
-        head_bias=head_bias,
-        hidden=hidden,
+        head_weight=_rows(head_weight),
+        head_bias=_rows(head_bias),
+        hidden=_rows(hidden),
         candidates=candidates,
         keep_logits=keep_logits,
         logits_dtype=logits_dtype,
         coupled=coupled,
+        w2_norms=None if w2_norms is None else w2_norms.contiguous(),
     )
+    return MarkovWalk(tokens, logits if keep_logits else None, row_max, log_sum)
 
 
 def verify(
@@ -89,11 +115,13 @@ def verify(
     min_p: Scalar = 0.0,
     draft_row_max: torch.Tensor | None = None,
     draft_log_sum: torch.Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept, resample or add the bonus token; see :func:`dspark_fast.reference.verify`.
 
     Raises:
-        ValueError: for an unknown mode, or shapes that do not fit each other, naming both.
+        ValueError: for an unknown mode, a number out of its range, or shapes that do not fit each other, naming what
+            was given and what is accepted.
     """
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}: accepted are {', '.join(MODES)}")
@@ -104,21 +132,47 @@ def verify(
         if draft_logits is None:
             raise ValueError("draft_logits is None: rejection needs the logits that the drafts were drawn from")
         _expect("draft_logits", draft_logits, (batch, slots - 1, vocab))
-    return reference.verify(
-        target_logits,
-        draft_tokens,
-        draft_logits,
-        draft_lengths,
-        temperature=per_row(temperature, target_logits, torch.float32, "temperature"),
+        if (draft_row_max is None) != (draft_log_sum is None):
+            raise ValueError("draft_row_max and draft_log_sum come together: one is None")
+        if draft_row_max is not None and draft_log_sum is not None:
+            _expect("draft_row_max", draft_row_max, (batch, slots - 1))
+            _expect("draft_log_sum", draft_log_sum, (batch, slots - 1))
+    return call(
+        "verify",
+        choose(backend, target_logits),
+        _rows(target_logits),
+        _rows(draft_tokens),
+        _rows(draft_logits),
+        draft_lengths.contiguous(),
+        temperature=per_row(temperature, target_logits, torch.float32, "temperature", at_least=0),
         seed=per_row(seed, target_logits, torch.int64, "seed"),
         position=per_row(position, target_logits, torch.int64, "position"),
         mode=mode,
-        top_k=per_row(top_k, target_logits, torch.int64, "top_k"),
-        top_p=per_row(top_p, target_logits, torch.float32, "top_p"),
-        min_p=per_row(min_p, target_logits, torch.float32, "min_p"),
-        draft_row_max=draft_row_max,
-        draft_log_sum=draft_log_sum,
+        **_cuts(target_logits, top_k, top_p, min_p),
+        draft_row_max=None if draft_row_max is None else draft_row_max.contiguous(),
+        draft_log_sum=None if draft_log_sum is None else draft_log_sum.contiguous(),
     )
+
+
+def cut_logits(
+    logits: torch.Tensor,
+    temperature: Scalar,
+    top_k: Scalar = 0,
+    top_p: Scalar = 1.0,
+    min_p: Scalar = 0.0,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Divide by the temperature and cut; see :func:`dspark_fast.reference.cut_logits`. The result is a new tensor.
+
+    Raises:
+        ValueError: for a number out of its range, or a shape that does not fit.
+    """
+    if logits.dim() not in (2, 3):
+        raise ValueError(f"logits has shape {list(logits.shape)}: expected [B, V] or [B, T, V]")
+    temperature = per_row(temperature, logits, torch.float32, "temperature", at_least=0)
+    cuts = _cuts(logits, top_k, top_p, min_p)
+    return call("cut_logits", choose(backend, logits), logits, temperature, *cuts.values())
 
 
 def block_attention(
@@ -131,16 +185,43 @@ def block_attention(
     causal: bool,
     window: int | None = None,
     softcap: float | None = None,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """Block queries against each row's own cache; see :func:`dspark_fast.reference.block_attention`.
 
+    Blocks of more than 16 queries and heads wider than 256 always go to the reference, which is SDPA.
+
     Raises:
-        ValueError: if the query heads are no multiple of the key heads.
+        ValueError: if the shapes do not fit each other, or a number is out of its range.
     """
-    if q.shape[2] % k_cache.shape[2]:
-        raise ValueError(f"q has {q.shape[2]} heads and k_cache {k_cache.shape[2]}: the first must be a multiple")
-    return reference.block_attention(
-        q, k_cache, v_cache, lengths, scale=scale, causal=causal, window=window, softcap=softcap
+    batch, block, heads, width = _shape("q", q, "B, T, Hq, D")
+    _, capacity, kv_heads, _ = _shape("k_cache", k_cache, "B, C, Hkv, D")
+    _expect("k_cache", k_cache, (batch, capacity, kv_heads, width))
+    value_width = _shape("v_cache", v_cache, "B, C, Hkv, Dv")[-1]
+    _expect("v_cache", v_cache, (batch, capacity, kv_heads, value_width))
+    _expect("lengths", lengths, (batch,))
+    if not kv_heads or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads and k_cache {kv_heads}: the first must be a multiple")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}: accepted are None and 1 or more")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}: accepted are None and numbers above 0")
+    beyond = None
+    if block > LONGEST_BLOCK:
+        beyond = f"q has {block} queries: the kernel takes {LONGEST_BLOCK}"
+    elif max(width, value_width) > WIDEST_HEAD:
+        beyond = f"a head is {max(width, value_width)} wide: the kernel takes {WIDEST_HEAD}"
+    elif not q.dtype == k_cache.dtype == v_cache.dtype:
+        beyond = f"q, k_cache and v_cache are {q.dtype}, {k_cache.dtype}, {v_cache.dtype}: the kernel takes one dtype"
+    options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}
+    return call(
+        "block_attention",
+        choose(backend, q, beyond=beyond),
+        _rows(q),
+        _rows(k_cache),
+        _rows(v_cache),
+        lengths,
+        **options,
     )
 
 
@@ -156,23 +237,73 @@ def store_context_kv(
     counts: torch.Tensor,
     *,
     eps: float,
+    backend: str | None = None,
 ) -> None:
-    """Norm, turn and store new context rows; see :func:`dspark_fast.reference.store_context_kv`."""
-    reference.store_context_kv(k, v, k_norm_weight, cos, sin, k_cache, v_cache, offsets, counts, eps=eps)
-
-
-def per_row(value: Scalar, like: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """``value`` as a ``[B]`` tensor on the device of ``like``, whose first axis is B.
+    """Norm, turn and store new context rows; see :func:`dspark_fast.reference.store_context_kv`.
 
     Raises:
-        ValueError: if it is a tensor of another shape.
+        ValueError: if the shapes do not fit each other, or a cache's last axis is not contiguous.
+    """
+    batch, rows, heads, width = _shape("k", k, "B, N, Hkv, D")
+    _expect("v", v, (batch, rows, heads, width))
+    _expect("k_norm_weight", k_norm_weight, (width,))
+    _expect("cos", cos, (batch, rows, width))
+    _expect("sin", sin, (batch, rows, width))
+    if width % 2:
+        raise ValueError(f"k has heads of {width}: rotary position embedding needs an even width")
+    capacity = _shape("k_cache", k_cache, "B, C, Hkv, D")[1]
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _expect(name, cache, (batch, capacity, heads, width))
+        if cache.numel() and cache.stride(-1) != 1:  # it is written in place, so a contiguous copy would not do
+            raise ValueError(f"{name} has strides {list(cache.stride())}: the last must be 1")
+    _expect("offsets", offsets, (batch,))
+    _expect("counts", counts, (batch,))
+    tensors = (_rows(k), _rows(v), k_norm_weight.contiguous(), _rows(cos), _rows(sin), k_cache, v_cache)
+    call("store_context_kv", choose(backend, k), *tensors, offsets.contiguous(), counts.contiguous(), eps=eps)
+
+
+def per_row(
+    value: Scalar,
+    like: torch.Tensor,
+    dtype: torch.dtype,
+    name: str,
+    *,
+    at_least: float = -math.inf,
+    at_most: float = math.inf,
+) -> torch.Tensor:
+    """``value`` as a contiguous ``[B]`` tensor on the device of ``like``, whose first axis is B.
+
+    Raises:
+        ValueError: if it is a number out of range (a tensor's values are not looked at), or a tensor of another shape.
     """
     if not isinstance(value, torch.Tensor):
+        if not at_least <= value <= at_most:  # NaN is refused too
+            most = "" if at_most == math.inf else f" to {at_most:g}"
+            raise ValueError(f"{name} is {value}: accepted are {at_least:g}{most or ' and above'}")
         return torch.full((like.shape[0],), value, dtype=dtype, device=like.device)
     if value.dim() == 0:
         value = value.expand(like.shape[0])
     _expect(name, value, (like.shape[0],))
-    return value.to(like.device, dtype)
+    return value.to(like.device, dtype).contiguous()
+
+
+def _cuts(logits: torch.Tensor, top_k: Scalar, top_p: Scalar, min_p: Scalar) -> dict[str, torch.Tensor | None]:
+    """The cuts as ``[B]`` tensors; None for one that is given as its neutral number: it costs the kernels nothing."""
+
+    def cut(name: str, value: Scalar, neutral: float, dtype: torch.dtype, most: float) -> torch.Tensor | None:
+        rows = per_row(value, logits, dtype, name, at_least=0, at_most=most)
+        return None if not isinstance(value, torch.Tensor) and value == neutral else rows
+
+    return {
+        "top_k": cut("top_k", top_k, 0, torch.int64, math.inf),
+        "top_p": cut("top_p", top_p, 1, torch.float32, 1),
+        "min_p": cut("min_p", min_p, 0, torch.float32, 1),
+    }
+
+
+def _rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor with its last axis contiguous, as the kernels read it; a copy only where it is not."""
+    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _shape(name: str, tensor: torch.Tensor, axes: str) -> torch.Size:

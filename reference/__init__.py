@@ -7,7 +7,7 @@ from .block_attention import block_attention
 from .confidence import confidence_logits
 from .context_kv import store_context_kv
 from .draft_block import DraftedBlock, draft_block
-from .markov import MarkovWalk, markov_bias, markov_walk
+from .markov import MarkovWalk, markov_bias, markov_norms, markov_walk
 from .sampling import cut_logits, expand_seeds
 from .verify import verify
 
@@ -20,6 +20,7 @@ __all__ = [
     "draft_block",
     "expand_seeds",
     "markov_bias",
+    "markov_norms",
     "markov_walk",
     "store_context_kv",
     "verify",

@@ -21,6 +21,7 @@ from torch import Tensor
 from .sampling import DRAFT, Number, exponentials, exponentials_at, per_row, softmax_statistics
 
 HEADS = ("vanilla", "gated", "rnn")
+NORM_GROUP = 32  # rows of W2 that share a norm in ``markov_norms``
 
 
 class MarkovWalk(NamedTuple):
@@ -95,6 +96,13 @@ def markov_bias(
 
 
 @torch.no_grad()
+def markov_norms(w2: Tensor) -> Tensor:
+    """The largest Euclidean norm among each 32 rows of W2: [V, R] -> fp32 [ceil(V / 32)]. Once per drafter."""
+    norms = w2.float().norm(dim=-1)
+    return F.pad(norms, (0, -len(norms) % NORM_GROUP)).view(-1, NORM_GROUP).amax(-1)
+
+
+@torch.no_grad()
 def markov_walk(
     base_logits: Tensor,
     w1: Tensor | None,
@@ -112,15 +120,19 @@ def markov_walk(
     keep_logits: bool = True,
     logits_dtype: torch.dtype = torch.float32,
     coupled: bool = False,
+    w2_norms: Tensor | None = None,
 ) -> MarkovWalk:
     """Draft a block: at each slot add the bias of the token before it, then take the argmax or a sample.
 
-    base_logits: U, [B, T, V]; w1, w2: [V, R], or None for independent slots (rank 0, the authors' DFlash);
+    base_logits: U, [B, T, V]; w1, w2: [V, R], or None for independent slots (rank 0, the authors' DFlash); a float8 w2
+    is multiplied in w1's dtype;
     anchor: int64 [B]; temperature (0 is greedy), seed, position (absolute, of the anchor): [B]; hidden: [B, T, H].
     candidates: 0 for all, else each slot draws among the tokens whose *base* logit is >= its candidates-th largest
     (whole ties); the others get -inf in ``logits``, so q is the truncated distribution, as sampled.
     logits_dtype: U + B is rounded to it first; the rounded values are sampled from, summed and kept.
     coupled: noise is keyed with anchor position 0, as ``verify(mode="coupled")`` expects.
+    w2_norms: from ``markov_norms``, for a greedy or coupled walk without kept logits: lets a kernel leave out rows of
+    W2 that cannot win. The tokens stay what they are; row_max and log_sum are NaN, since not all logits were made.
     The bias comes from a product in w2's dtype and is then added in fp32. Slot j's token stands at position + 1 + j.
 
     A slot whose logits have no finite maximum (a NaN, a +inf, all -inf) gives token -1, and so do the slots after it,
@@ -128,6 +140,8 @@ def markov_walk(
     """
     batch, block, vocab_size = base_logits.shape
     device = base_logits.device
+    if w2 is not None and w2.dtype.itemsize == 1:
+        w2 = w2.to(w1.dtype)
     temperature = per_row(temperature, batch, torch.float32, device)
     greedy = temperature == 0
     all_greedy = bool(greedy.all())
@@ -186,6 +200,8 @@ def markov_walk(
         choice = choice if slot_ids is None else slot_ids.gather(-1, choice[:, None])[:, 0]
         previous = choice.masked_fill(failed, 0)  # any valid row: what follows a failed slot is not used
         tokens[:, slot] = choice.masked_fill(failed, -1)
+    if w2_norms is not None:
+        row_max, log_sum = torch.full_like(row_max, torch.nan), torch.full_like(log_sum, torch.nan)
     return MarkovWalk(tokens, logits, row_max, log_sum)
 
 

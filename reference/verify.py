@@ -52,7 +52,8 @@ def verify(
 
     target_logits: [B, T + 1, V], row j after the anchor and j drafts; draft_tokens: int64 [B, T]; draft_logits:
     [B, T, V] before the temperature, as sampled from (None in greedy and coupled mode, or when T is 0);
-    draft_lengths: int [B], 0 .. T; temperature, seed, position (absolute, of the anchor), top_k, top_p, min_p: [B].
+    draft_lengths: int [B], 0 .. T, or negative for a finished row: nothing of it is read and both results are 0;
+    temperature, seed, position (absolute, of the anchor), top_k, top_p, min_p: [B].
     draft_row_max, draft_log_sum: [B, T] fp32 as ``markov_walk`` returns them; without them they are recomputed.
     Returns accepted int64 [B] in 0 .. length and next_token int64 [B], which follows the accepted ones. T = 0 samples
     one token from each row: a plain step, or a first token. The cuts apply to the target alone.
@@ -66,24 +67,28 @@ def verify(
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     batch, device = target_logits.shape[0], target_logits.device
     temperature = per_row(temperature, batch, torch.float32, device)
-    greedy = temperature == 0
-    if mode == "greedy" or greedy.all():
-        return _keep_equal(greedy_argmax(target_logits), draft_tokens, draft_lengths)
-
-    seed = per_row(seed, batch, torch.int64, device)
-    position = per_row(position, batch, torch.int64, device)
-    cuts = (temperature, top_k, top_p, min_p)
-    if mode == "coupled":
-        return _keep_coupled(target_logits, draft_tokens, draft_lengths, cuts, seed, position)
-    divisor = temperature.masked_fill(greedy, 1.0)
-    statistics = (draft_row_max, draft_log_sum)
-    verdict = _keep_by_rejection(
-        target_logits, draft_tokens, draft_logits, draft_lengths, cuts, divisor, seed, position, statistics
-    )
-    if greedy.any():
+    greedy = temperature == 0 if mode != "greedy" else torch.ones_like(temperature, dtype=torch.bool)
+    exact = drawn = None
+    if greedy.any() or not batch:
         exact = _keep_equal(greedy_argmax(target_logits), draft_tokens, draft_lengths)
-        return torch.where(greedy, exact[0], verdict[0]), torch.where(greedy, exact[1], verdict[1])
-    return verdict
+    if not greedy.all():
+        seed = per_row(seed, batch, torch.int64, device)
+        position = per_row(position, batch, torch.int64, device)
+        cuts = (temperature, top_k, top_p, min_p)
+        if mode == "coupled":
+            drawn = _keep_coupled(target_logits, draft_tokens, draft_lengths, cuts, seed, position)
+        else:
+            divisor = temperature.masked_fill(greedy, 1.0)
+            statistics = (draft_row_max, draft_log_sum)
+            drawn = _keep_by_rejection(
+                target_logits, draft_tokens, draft_logits, draft_lengths, cuts, divisor, seed, position, statistics
+            )
+    if exact is None or drawn is None:
+        accepted, following = drawn or exact
+    else:
+        accepted, following = (torch.where(greedy, one, other) for one, other in zip(exact, drawn))
+    finished = draft_lengths < 0
+    return accepted.masked_fill(finished, 0), following.masked_fill(finished, 0)
 
 
 def _prefix(kept: Tensor, lengths: Tensor) -> Tensor:

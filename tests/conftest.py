@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import SimpleNamespace
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # counts only if it is set before triton is imported
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which the interpreter multiplies with
 
 LENGTHS = (9, 6, 1, 8, 4)
 VOCABULARY = 97

@@ -9,16 +9,27 @@ import sys
 import pytest
 import torch
 
-from dspark_fast import ops, reference
+from dspark_fast import kernels, ops, reference
+from dspark_fast.backend import _missing, choose
 
-OPS = ["markov_walk", "verify", "block_attention", "store_context_kv"]
+OPS = ["markov_walk", "verify", "cut_logits", "block_attention", "store_context_kv"]
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_signature_is_that_of_the_reference(name):
     door, room = (inspect.signature(getattr(where, name)).parameters for where in (ops, reference))
-    assert list(door) == list(room)
-    assert [one.default for one in door.values()] == [one.default for one in room.values()]
+    assert list(door) == [*room, "backend"]
+    assert [one.default for one in door.values()] == [*(one.default for one in room.values()), None]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_signature_of_the_kernel_is_that_of_the_reference(name):
+    kernel, room = (inspect.signature(getattr(where, name)).parameters for where in (kernels, reference))
+    assert list(kernel) == list(room)
+    cuts = {"top_k", "top_p", "min_p"}  # tensors there, so the neutral value is None
+    for one, other in zip(kernel.values(), room.values()):
+        assert one.kind == other.kind
+        assert one.default == (None if one.name in cuts else other.default)
 
 
 def walk(**changes):
@@ -121,3 +132,142 @@ def test_nothing_here_needs_triton():
         "assert dspark_fast.generate and dspark_fast.load"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def op_calls(backend):
+    """Each registered op with arguments as the door hands them over."""
+    rows = {"temperature": torch.tensor([0.0, 0.7]), "seed": torch.tensor([1, 2]), "position": torch.tensor([5, 9])}
+    cuts = (torch.tensor([0, 3]), None, torch.tensor([0.0, 0.1]))
+    walk_rest = {"head": "vanilla", "head_weight": None, "head_bias": None, "hidden": None, "candidates": 0}
+    walk_rest |= {"logits_dtype": torch.float32, "coupled": False, "w2_norms": None}
+    walk = (torch.randn(2, 3, 11), torch.randn(11, 4), torch.randn(11, 4), torch.tensor([1, 2]))
+    judged = (torch.randn(2, 4, 11), torch.randint(11, (2, 3)), torch.randn(2, 3, 11), torch.tensor([3, 1]))
+    verify_rest = {"top_k": cuts[0], "top_p": None, "min_p": None, "draft_row_max": None, "draft_log_sum": None}
+    caches = (torch.zeros(2, 9, 2, 8), torch.zeros(2, 9, 2, 8))
+    calls = {
+        "markov_walk": (walk, {**rows, **walk_rest, "keep_logits": True}),
+        "markov_walk-not-kept": (walk, {**rows, **walk_rest, "keep_logits": False}),
+        "verify": (judged, {**rows, "mode": "rejection", **verify_rest}),
+        "cut_logits": ((judged[0], rows["temperature"], *cuts), {}),
+        "block_attention": (
+            (torch.randn(2, 3, 4, 8), *caches, torch.tensor([5, 9])),
+            {"scale": 0.3, "causal": True, "window": None, "softcap": None},
+        ),
+        "store_context_kv": (
+            (
+                *torch.randn(2, 2, 3, 2, 8),
+                torch.ones(8),
+                *torch.randn(2, 2, 3, 8),
+                *caches,
+                *torch.tensor([[1, 4], [3, 2]]),
+            ),
+            {"eps": 1e-6},
+        ),
+    }
+    return {name: (name.partition("-")[0], args, {**rest, "backend": backend}) for name, (args, rest) in calls.items()}
+
+
+@pytest.mark.parametrize("name", op_calls("reference"))
+@pytest.mark.parametrize("backend", ["reference", "kernel"])
+def test_schema_fake_and_mutation(name, backend):
+    op, arguments, options = op_calls(backend)[name]
+    tests = ("test_schema", "test_faketensor")  # the schema test runs the op and watches what it writes to
+    torch.library.opcheck(getattr(torch.ops.dspark_fast, op), arguments, options, test_utils=tests)
+
+
+@pytest.mark.parametrize("name", op_calls("reference"))
+def test_torch_compile_sees_one_node(name):
+    op, arguments, options = op_calls("reference")[name]
+    graphs = []
+
+    def run(*tensors):
+        return getattr(torch.ops.dspark_fast, op)(*tensors, **options)
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    expected = run(*arguments)
+    actual = torch.compile(run, backend=keep, fullgraph=True)(*arguments)
+    torch.testing.assert_close(actual, expected, equal_nan=True)
+    calls = [node for node in graphs[0].graph.nodes if node.op == "call_function" and "dspark_fast" in str(node.target)]
+    assert len(calls) == 1
+
+
+def test_the_door_can_be_compiled():
+    def run(logits):
+        walk = ops.markov_walk(logits, None, None, anchor, temperature=0.0, seed=0, position=5)
+        return walk.tokens
+
+    anchor = torch.tensor([1, 2])
+    logits = torch.randn(2, 3, 11)
+    assert torch.equal(torch.compile(run, backend="eager", fullgraph=True)(logits), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+def test_backends_agree_through_the_door(backend):
+    logits = torch.randn(2, 3, 11)
+    assert torch.equal(
+        walk(base_logits=logits, temperature=0.7, backend=backend).tokens,
+        walk(base_logits=logits, temperature=0.7).tokens,
+    )
+
+
+class TestChoice:
+    """Which room runs an op."""
+
+    def test_a_cpu_takes_the_reference(self, monkeypatch):
+        monkeypatch.delenv("DSPARK_FAST_BACKEND", raising=False)
+        assert choose(None, torch.zeros(1)) == "reference"
+
+    @pytest.mark.parametrize("wish", ["kernel", "reference", "auto"])
+    def test_the_variable(self, wish, monkeypatch):
+        monkeypatch.setenv("DSPARK_FAST_BACKEND", wish)
+        assert choose(None, torch.zeros(1)) == ("kernel" if wish == "kernel" else "reference")
+        assert choose("reference", torch.zeros(1)) == "reference"  # the argument goes first
+
+    def test_unknown_names(self, monkeypatch):
+        with pytest.raises(ValueError, match="backend is 'cuda': accepted are kernel, reference"):
+            choose("cuda", torch.zeros(1))
+        monkeypatch.setenv("DSPARK_FAST_BACKEND", "triton")
+        with pytest.raises(ValueError, match="DSPARK_FAST_BACKEND is 'triton': accepted are auto, kernel, reference"):
+            choose(None, torch.zeros(1))
+
+    def test_a_kernel_where_none_can_run(self, monkeypatch):
+        monkeypatch.setenv("TRITON_INTERPRET", "0")
+        _missing.cache_clear()
+        try:
+            with pytest.raises(ValueError, match="backend is 'kernel', but the tensors are on cpu"):
+                choose("kernel", torch.zeros(1))
+        finally:
+            _missing.cache_clear()
+
+    def test_beyond_the_kernel(self, monkeypatch):
+        with pytest.raises(ValueError, match="but q has 17 queries: the kernel takes 16"):
+            attend(17, backend="kernel")
+        monkeypatch.setenv("DSPARK_FAST_BACKEND", "kernel")
+        torch.testing.assert_close(attend(17), attend(17, backend="reference"))
+
+
+def attend(block, **options):
+    torch.manual_seed(0)
+    caches = torch.randn(2, 1, 20, 2, 8)
+    return ops.block_attention(
+        torch.randn(1, block, 4, 8), *caches, torch.tensor([19]), scale=0.3, causal=True, **options
+    )
+
+
+OUT_OF_RANGE = {
+    "temperature": ({"temperature": -0.5}, r"temperature is -0.5: accepted are 0 and above"),
+    "temperature-nan": ({"temperature": float("nan")}, r"temperature is nan: accepted are 0 and above"),
+    "top-p": ({"top_p": 1.5}, r"top_p is 1.5: accepted are 0 to 1"),
+    "top-k": ({"top_k": -1}, r"top_k is -1: accepted are 0 and above"),
+    "min-p": ({"min_p": -0.1}, r"min_p is -0.1: accepted are 0 to 1"),
+    "half-of-the-statistics": ({"draft_row_max": torch.zeros(2, 3)}, r"draft_row_max and draft_log_sum come together"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), OUT_OF_RANGE.values(), ids=OUT_OF_RANGE)
+def test_numbers_out_of_range_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        judge(**changes)
