@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 from pathlib import Path
@@ -22,6 +23,7 @@ def describe(device: str = "cpu") -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "transformers": transformers.__version__,
         "dspark_fast": dspark_fast.__version__,
     }
@@ -33,6 +35,13 @@ def results_folder(device: str = "cpu") -> Path:
     folder = Path(__file__).parent / "results" / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:

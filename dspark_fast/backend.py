@@ -15,6 +15,9 @@ import torch
 
 VARIABLE = "DSPARK_FAST_BACKEND"
 BACKENDS = ("kernel", "reference")
+# On 7.5 Triton has no matrix instructions: the kernels compile, to scalar code that spills up to 21 KB a thread, and
+# the walk of 64 rows asks for more shared memory than there is (bench/results/static.json).
+OLDEST_CAPABILITY = (8, 0)
 
 
 def choose(backend: str | None, tensor: torch.Tensor, *, beyond: str | None = None) -> str:
@@ -22,7 +25,7 @@ def choose(backend: str | None, tensor: torch.Tensor, *, beyond: str | None = No
 
     Args:
         backend: the caller's wish, or None.
-        tensor: the op's largest input: its device and dtype are looked at.
+        tensor: the op's first input: its device is looked at.
         beyond: why the kernel does not cover these arguments (a block too long, say), or None.
 
     Raises:
@@ -36,7 +39,7 @@ def choose(backend: str | None, tensor: torch.Tensor, *, beyond: str | None = No
         raise ValueError(f"{asker} {wish!r}: accepted are {accepted}")
     if wish == "reference" or (wish == "auto" and tensor.device.type != "cuda"):
         return "reference"
-    missing = _missing(tensor.device, tensor.dtype)
+    missing = _missing(tensor.device)
     if wish == "kernel" and missing:
         raise ValueError(f"{asker} 'kernel', but {missing}")
     if beyond and backend == "kernel":
@@ -45,19 +48,23 @@ def choose(backend: str | None, tensor: torch.Tensor, *, beyond: str | None = No
 
 
 @functools.lru_cache
-def _missing(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What keeps the kernels from running on this device with this dtype; None if nothing does."""
+def _missing(device: torch.device) -> str | None:
+    """What keeps the kernels from running on this device; None if nothing does."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if device.type != "cuda":
         if os.environ.get("TRITON_INTERPRET") == "1":
             return None
         return f"the tensors are on {device.type}: the kernels need a CUDA or ROCm device (or TRITON_INTERPRET=1)"
-    if torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (7, 5):
-            return f"this GPU has compute capability {capability[0]}.{capability[1]}: Triton needs 7.5"
-        if capability < (8, 0) and dtype == torch.bfloat16:
-            # Without bf16 matrix instructions Triton compiles each product to scalar code: correct, and 238 KB of it.
-            return f"this GPU (compute capability {capability[0]}.{capability[1]}) has no bfloat16 matrix instructions"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
+        have, need = (".".join(map(str, one)) for one in (torch.cuda.get_device_capability(device), OLDEST_CAPABILITY))
+        return f"this GPU has compute capability {have}: the kernels need {need}"
     return None
+
+
+@functools.lru_cache
+def multiplies_float8(device: torch.device) -> bool:
+    """Whether kernels may read float8_e4m3fn there: compute capability 8.9 and later, and the interpreter's CPU."""
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)

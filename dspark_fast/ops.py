@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from dspark_fast.backend import choose
+from dspark_fast.backend import choose, multiplies_float8
 from dspark_fast.reference import MarkovWalk
 from dspark_fast.reference.markov import HEADS, NORM_GROUP
 from dspark_fast.reference.verify import MODES
@@ -77,9 +77,12 @@ def markov_walk(
             _expect("head_weight", head_weight, (rank, width + rank) if gated else (3 * rank, 2 * rank + width))
             if head_bias is not None:
                 _expect("head_bias", head_bias, (rank if gated else 3 * rank,))
+    beyond = None
+    if w2 is not None and w2.dtype.itemsize == 1 and not multiplies_float8(w2.device):
+        beyond = f"w2 is {w2.dtype}, which this GPU does not read"
     tokens, logits, row_max, log_sum = call(
         "markov_walk",
-        choose(backend, base_logits),
+        choose(backend, base_logits, beyond=beyond),
         _rows(base_logits),
         _rows(w1),
         _rows(w2),

@@ -38,7 +38,7 @@ def interpreted() -> bool:
 
 @functools.lru_cache
 def _name(device: torch.device) -> str:
-    """The name of the device's table, made from the device's own: "NVIDIA H200" is nvidia-h200.json."""
+    """The name of the device's table: "NVIDIA H200" is nvidia-h200.json."""
     if device.type != "cuda":
         return "nvidia"
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")

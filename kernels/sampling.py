@@ -34,6 +34,13 @@ def ordered_key(x):
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
+@triton.jit
+def value_of_key(key):
+    """The fp32 that has this key."""
+    bits = (key ^ 0x80000000).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["slots"])
 def _bound_kernel(
     lengths,
@@ -120,13 +127,17 @@ def _gather_kernel(
     m_v = o_v < vocab
     # [BV]
     b_l = tl.load(logits + i_b * stride_b + i_t * stride_t + o_v, mask=m_v, other=float("-inf")).to(tl.float32)
-    m_v &= ordered_key(b_l) >= least
+    # Compared behind the division, as it is cut: two logits may have one quotient.
+    edge = value_of_key(least)
+    edge = tl.where(edge == edge, edge, float("-inf"))  # 16 bits of the key of -inf are the start of a NaN's
+    b_s = tl.div_rn(b_l, b_temperature)
+    m_v &= b_s >= tl.div_rn(edge, b_temperature)
     found = tl.sum(m_v.to(tl.int32), 0)
     if found > 0:
         first = tl.atomic_add(count + i_row, found, sem="relaxed")
         o_list = first + tl.cumsum(m_v.to(tl.int32), 0) - 1
         p_list = values + i_row * CAPACITY + o_list
-        tl.store(p_list, tl.div_rn(b_l, b_temperature), mask=m_v & (o_list < CAPACITY))
+        tl.store(p_list, b_s, mask=m_v & (o_list < CAPACITY))
 
 
 @triton.jit
@@ -155,8 +166,7 @@ def _value_at(values, row, n, listed, temperature, top, floor, target, MASS: tl.
         candidate = key | (tl.full([], 0x80000000, tl.uint32) >> i)
         weight = _weight(values, row, n, listed, temperature, top, floor, candidate, MASS, N)
         key = tl.where(weight >= target, candidate, key)
-    bits = (key ^ 0x80000000).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return value_of_key(key)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -287,7 +297,7 @@ def cut_rows(
     floor = torch.empty(batch, slots, dtype=torch.float32, device=device)
     total = torch.empty(batch, slots, dtype=torch.float32, device=device)
     tiles, groups = tile_best.shape[-1], group_best.shape[-1] * group_best.shape[-2]
-    one_row = {"N": table["N"], "num_warps": table["num_warps"]}
+    one_row = {name: value for name, value in table.items() if name != "CAPACITY"}
     _bound_kernel[(batch * slots,)](
         lengths, temperature, top_k, top_p, min_p, group_best, bound, count, vocab, slots, GROUPS=groups, **one_row
     )

@@ -242,6 +242,16 @@ class TestChoice:
         finally:
             _missing.cache_clear()
 
+    @pytest.mark.parametrize(("capability", "allowed"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+    def test_an_old_gpu_takes_the_reference(self, capability, allowed, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        _missing.cache_clear()
+        try:
+            reason = _missing(torch.device("cuda"))
+            assert reason is None if allowed else "compute capability 7.5: the kernels need 8.0" in reason
+        finally:
+            _missing.cache_clear()
+
     def test_beyond_the_kernel(self, monkeypatch):
         with pytest.raises(ValueError, match="but q has 17 queries: the kernel takes 16"):
             attend(17, backend="kernel")
