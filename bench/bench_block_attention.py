@@ -38,14 +38,16 @@ def splits(length: int, kv_heads: int) -> int:
 
 
 def bytes_moved(lengths: list[int], block: int, heads: int, kv_heads: int, dim: int, *, itemsize: int = 2) -> int:
-    """K and V of every row's length once, q in, out out, and the fp32 partials of the splits written and read back.
+    """What anyone must move: K and V of every row's length once, q in, out out."""
+    return 2 * sum(lengths) * kv_heads * dim * itemsize + 2 * len(lengths) * block * heads * dim * itemsize
+
+
+def partial_bytes(lengths: list[int], block: int, heads: int, kv_heads: int, dim: int) -> int:
+    """What our kernel moves besides: the fp32 partials of the splits, written and read back.
 
     A partial is D numbers, a maximum and a sum per query. Launches: the splits, and what puts them together.
     """
-    cached = 2 * sum(lengths) * kv_heads * dim * itemsize
-    queries = 2 * len(lengths) * block * heads * dim * itemsize
-    partials = 2 * sum(splits(length, kv_heads) for length in lengths) * block * heads * (dim + 2) * 4
-    return cached + queries + partials
+    return 2 * sum(splits(length, kv_heads) for length in lengths) * block * heads * (dim + 2) * 4
 
 
 def concatenated_bytes(case: Case) -> int:
@@ -107,6 +109,7 @@ def _case(
         # The cache, its concatenated copy, and the scores where a provider writes them.
         3 * cache + 8 * batch * shape.heads * block * length,
         compiled,
+        partial_bytes(lengths, block, shape.heads, shape.kv_heads, shape.head_dim),
     )
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one run of less than 8 minutes: the kernels' tests compiled, the microbenchmarks, the
+# Everything that needs a GPU, in one run that is given 8 minutes: the kernels' tests compiled, the microbenchmarks, the
 # compile time, and compute-sanitizer with the time that is left. Without a GPU it rehearses on tiny sizes.
 #
 #     bash bench/gpu.sh

@@ -76,7 +76,7 @@ def print_predictions(bench: Bench, scale: str, rate: float) -> None:
     """What the bytes and launches of every case come to, without running one."""
     print(f"{'case':44} {'bytes':>13} {'launches':>8} {'predicted us':>12} {'without launches':>17}")
     for case in bench.cases(scale):
-        bare = case.bytes / rate
+        bare = (case.bytes + case.own) / rate
         total = bare + LAUNCH_US * case.launches
         print(f"{case.name:44} {case.bytes:>13,} {case.launches:>8} {total:>12.1f} {bare:>17.1f}")
 

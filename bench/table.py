@@ -25,7 +25,7 @@ LAUNCH_US = 2.0  # assumed in every prediction; roofline.json has what was measu
 
 
 class Case(NamedTuple):
-    """One shape of one mode. ``bytes`` and ``launches`` are the model's, counted before anything runs."""
+    """One shape of one mode. ``bytes`` (that anyone must move) and ``launches`` are counted before anything runs."""
 
     name: str
     shape: dict[str, Any]
@@ -34,6 +34,7 @@ class Case(NamedTuple):
     launches: int
     memory: int  # bytes on the device while it runs, roughly: a case that does not fit is left out
     compiled: bool = False  # whether providers that need seconds to compile run on it
+    own: int = 0  # bytes that our kernel moves besides: in its prediction, not in any percentage
 
 
 class Verdict(NamedTuple):
@@ -212,7 +213,7 @@ def make_row(
     """A row of the table. Predictions come from the bytes model and the copy rate alone, never from the timing."""
     predicted = None
     if provider.name == OURS:
-        predicted = case.bytes / rate + LAUNCH_US * case.launches
+        predicted = (case.bytes + case.own) / rate + LAUNCH_US * case.launches
     elif provider.bytes is not None:
         predicted = provider.bytes(case) / rate + LAUNCH_US * provider.launches
     return {

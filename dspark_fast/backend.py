@@ -18,6 +18,7 @@ BACKENDS = ("kernel", "reference")
 # On 7.5 Triton has no matrix instructions: the kernels compile, to scalar code that spills up to 21 KB a thread, and
 # the walk of 64 rows asks for more shared memory than there is (bench/results/static.json).
 OLDEST_CAPABILITY = (8, 0)
+ROCM_TARGETS = ("gfx942",)  # what is compiled and checked (bench/static.py)
 
 
 def choose(backend: str | None, tensor: torch.Tensor, *, beyond: str | None = None) -> str:
@@ -56,7 +57,10 @@ def _missing(device: torch.device) -> str | None:
         if os.environ.get("TRITON_INTERPRET") == "1":
             return None
         return f"the tensors are on {device.type}: the kernels need a CUDA or ROCm device (or TRITON_INTERPRET=1)"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
+    if torch.version.hip is not None:
+        name = torch.cuda.get_device_properties(device).gcnArchName
+        return None if name.startswith(ROCM_TARGETS) else f"this GPU is a {name}: the kernels are compiled for gfx942"
+    if torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
         have, need = (".".join(map(str, one)) for one in (torch.cuda.get_device_capability(device), OLDEST_CAPABILITY))
         return f"this GPU has compute capability {have}: the kernels need {need}"
     return None

@@ -1,7 +1,8 @@
 """The door to the ops: arguments are checked once, numbers become tensors, and one of the two rooms is called.
 
 Each function has the signature of its reference and ``backend`` besides: ``"kernel"``, ``"reference"`` or None, which
-leaves the choice to :mod:`dspark_fast.backend`. Nothing here reads a tensor's values, so nothing waits for a GPU.
+leaves the choice to :mod:`dspark_fast.backend`. Nothing here reads a tensor's values, so nothing waits for a GPU (but a
+parameter handed over as a tensor on another device is copied, which does).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dspark_fast.registered import call
 
 Scalar = float | int | torch.Tensor
 
+SEEDS = {"at_least": -(2**63), "at_most": 2**63 - 1}
 LONGEST_BLOCK = 16  # queries that the attention kernel takes: it reads K and V once for all of them
 WIDEST_HEAD = 256
 LOGITS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -66,6 +68,8 @@ def markov_walk(
             )
         _expect("w2_norms", w2_norms, (-(-vocab // NORM_GROUP),))
     if w1 is not None and w2 is not None:
+        if w2.dtype.itemsize == 1 and w2.dtype != torch.float8_e4m3fn:
+            raise ValueError(f"w2 is {w2.dtype}: of the 8-bit dtypes float8_e4m3fn alone is accepted")
         rank = w1.shape[-1]
         _expect("w1", w1, (vocab, rank))
         _expect("w2", w2, (vocab, rank))
@@ -77,6 +81,8 @@ def markov_walk(
             _expect("head_weight", head_weight, (rank, width + rank) if gated else (3 * rank, 2 * rank + width))
             if head_bias is not None:
                 _expect("head_bias", head_bias, (rank if gated else 3 * rank,))
+    weights = {"w1": w1, "w2": w2, "head_weight": head_weight, "head_bias": head_bias, "w2_norms": w2_norms}
+    _on_one_device(base_logits=base_logits, **weights, hidden=hidden, anchor=anchor)
     beyond = None
     if w2 is not None and w2.dtype.itemsize == 1 and not multiplies_float8(w2.device):
         beyond = f"w2 is {w2.dtype}, which this GPU does not read"
@@ -88,7 +94,7 @@ def markov_walk(
         _rows(w2),
         anchor.contiguous(),
         temperature=per_row(temperature, base_logits, torch.float32, "temperature", at_least=0),
-        seed=per_row(seed, base_logits, torch.int64, "seed"),
+        seed=per_row(seed, base_logits, torch.int64, "seed", **SEEDS),
         position=per_row(position, base_logits, torch.int64, "position"),
         head=head,
         head_weight=_rows(head_weight),
@@ -140,6 +146,9 @@ def verify(
         if draft_row_max is not None and draft_log_sum is not None:
             _expect("draft_row_max", draft_row_max, (batch, slots - 1))
             _expect("draft_log_sum", draft_log_sum, (batch, slots - 1))
+    drafts = {"draft_tokens": draft_tokens, "draft_logits": draft_logits, "draft_lengths": draft_lengths}
+    statistics = {"draft_row_max": draft_row_max, "draft_log_sum": draft_log_sum}
+    _on_one_device(target_logits=target_logits, **drafts, **statistics)
     return call(
         "verify",
         choose(backend, target_logits),
@@ -148,7 +157,7 @@ def verify(
         _rows(draft_logits),
         draft_lengths.contiguous(),
         temperature=per_row(temperature, target_logits, torch.float32, "temperature", at_least=0),
-        seed=per_row(seed, target_logits, torch.int64, "seed"),
+        seed=per_row(seed, target_logits, torch.int64, "seed", **SEEDS),
         position=per_row(position, target_logits, torch.int64, "position"),
         mode=mode,
         **_cuts(target_logits, top_k, top_p, min_p),
@@ -209,13 +218,15 @@ def block_attention(
         raise ValueError(f"window is {window}: accepted are None and 1 or more")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}: accepted are None and numbers above 0")
+    _on_one_device(q=q, k_cache=k_cache, v_cache=v_cache, lengths=lengths)
     beyond = None
     if block > LONGEST_BLOCK:
         beyond = f"q has {block} queries: the kernel takes {LONGEST_BLOCK}"
     elif max(width, value_width) > WIDEST_HEAD:
         beyond = f"a head is {max(width, value_width)} wide: the kernel takes {WIDEST_HEAD}"
-    elif not q.dtype == k_cache.dtype == v_cache.dtype:
-        beyond = f"q, k_cache and v_cache are {q.dtype}, {k_cache.dtype}, {v_cache.dtype}: the kernel takes one dtype"
+    elif not q.dtype == k_cache.dtype == v_cache.dtype or q.dtype not in LOGITS_DTYPES:
+        given = ", ".join(str(one.dtype) for one in (q, k_cache, v_cache))
+        beyond = f"q, k_cache and v_cache are {given}: the kernel takes one dtype, of 16 or 32 bits"
     options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}
     return call(
         "block_attention",
@@ -248,19 +259,22 @@ def store_context_kv(
         ValueError: if the shapes do not fit each other, or a cache's last axis is not contiguous.
     """
     batch, rows, heads, width = _shape("k", k, "B, N, Hkv, D")
-    _expect("v", v, (batch, rows, heads, width))
+    value_width = _shape("v", v, "B, N, Hkv, Dv")[-1]
+    _expect("v", v, (batch, rows, heads, value_width))
     _expect("k_norm_weight", k_norm_weight, (width,))
     _expect("cos", cos, (batch, rows, width))
     _expect("sin", sin, (batch, rows, width))
     if width % 2:
         raise ValueError(f"k has heads of {width}: rotary position embedding needs an even width")
     capacity = _shape("k_cache", k_cache, "B, C, Hkv, D")[1]
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _expect(name, cache, (batch, capacity, heads, width))
+    for name, cache, wide in (("k_cache", k_cache, width), ("v_cache", v_cache, value_width)):
+        _expect(name, cache, (batch, capacity, heads, wide))
         if cache.numel() and cache.stride(-1) != 1:  # it is written in place, so a contiguous copy would not do
             raise ValueError(f"{name} has strides {list(cache.stride())}: the last must be 1")
     _expect("offsets", offsets, (batch,))
     _expect("counts", counts, (batch,))
+    _on_one_device(k=k, v=v, k_norm_weight=k_norm_weight, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache)
+    _on_one_device(k=k, offsets=offsets, counts=counts)
     tensors = (_rows(k), _rows(v), k_norm_weight.contiguous(), _rows(cos), _rows(sin), k_cache, v_cache)
     call("store_context_kv", choose(backend, k), *tensors, offsets.contiguous(), counts.contiguous(), eps=eps)
 
@@ -280,22 +294,35 @@ def per_row(
         ValueError: if it is a number out of range (a tensor's values are not looked at), or a tensor of another shape.
     """
     if not isinstance(value, torch.Tensor):
-        if not at_least <= value <= at_most:  # NaN is refused too
-            most = "" if at_most == math.inf else f" to {at_most:g}"
-            raise ValueError(f"{name} is {value}: accepted are {at_least:g}{most or ' and above'}")
+        _in_range(name, value, at_least, at_most)
         return torch.full((like.shape[0],), value, dtype=dtype, device=like.device)
-    if value.dim() == 0:
-        value = value.expand(like.shape[0])
+    if value.numel() == 1:
+        value = value.reshape(1).expand(like.shape[0])
     _expect(name, value, (like.shape[0],))
     return value.to(like.device, dtype).contiguous()
+
+
+def _in_range(name: str, value: float, at_least: float, at_most: float) -> None:
+    if not at_least <= value <= at_most:  # NaN is refused too
+        most = f"to {at_most}" if at_most < math.inf else "and above"
+        raise ValueError(f"{name} is {value}: accepted are {at_least} {most}")
+
+
+def _on_one_device(**tensors: torch.Tensor | None) -> None:
+    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    if len(set(devices.values())) > 1:
+        raise ValueError(
+            f"{', '.join(f'{name} is on {device}' for name, device in devices.items())}: expected one device"
+        )
 
 
 def _cuts(logits: torch.Tensor, top_k: Scalar, top_p: Scalar, min_p: Scalar) -> dict[str, torch.Tensor | None]:
     """The cuts as ``[B]`` tensors; None for one that is given as its neutral number: it costs the kernels nothing."""
 
     def cut(name: str, value: Scalar, neutral: float, dtype: torch.dtype, most: float) -> torch.Tensor | None:
-        rows = per_row(value, logits, dtype, name, at_least=0, at_most=most)
-        return None if not isinstance(value, torch.Tensor) and value == neutral else rows
+        if not isinstance(value, torch.Tensor) and value == neutral:
+            return None
+        return per_row(value, logits, dtype, name, at_least=0, at_most=most)
 
     return {
         "top_k": cut("top_k", top_k, 0, torch.int64, math.inf),

@@ -51,5 +51,5 @@ def _table(name: str) -> dict[str, dict[str, int]]:
     path = TABLES / f"{name}.json"
     if path.is_file():
         return {**default, **json.loads(path.read_text())["kernels"]}
-    log.info("no launch table for %s: %s.json, which is not tuned for it, is used", name, maker)
+    log.warning("no launch table for %s: %s.json, which is not tuned for it, is used", name, maker)
     return default

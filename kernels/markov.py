@@ -29,7 +29,7 @@ from .markov_bound import known_score, may_win
 from .markov_head import BM, dot, feature_launcher, rounded, token_before
 from .noise import DRAFT, exponentials
 from .sampling import cut_rows
-from .statistics import new_groups, row_statistics
+from .statistics import GROUP, new_groups, row_statistics
 
 HEADS = ("vanilla", "gated", "rnn")
 
@@ -175,6 +175,7 @@ def _step_kernel(
                 vocab,
                 rank,
                 stride_w2,
+                COUPLED,
                 TILES,
             )
             run_reach = tl.where(o_group == i_group, reach[None, :], run_reach)
@@ -187,7 +188,7 @@ def _step_kernel(
         if floor is not None:
             m_read = _wanted(base_logits, floor, o_v, m_v, batch, stride_base_b, stride_floor, GROUPS)
         if w2_norms is not None:
-            # A tile whose W2 is not read gets too low a score, which is lower still than what is known.
+            # A tile whose W2 is not read is raced without its bias, which is no more than what ruled it out.
             p_groups = group_best + ((o_group * BM + o_m[None, :]) * block + i_t) * stride_groups
             m_row = o_group * BM + o_m[None, :] < batch
             wins = may_win(p_groups, w2_norms, run_reach, run_known, m_row, i_tile, vocab, BV, LOGITS)
@@ -330,7 +331,9 @@ def markov_walk(
         return MarkovWalk(tokens, logits, row_max, log_sum)
 
     floor = _candidate_floor(base_logits, candidates) if 0 < candidates < vocab else None
-    bounds = (None, None, None)
+    bounds, whole = (None, None, None), w2_norms is None
+    if width < GROUP.value:  # a tile is less than what a norm is of: all are read
+        w2_norms = None
     if w2_norms is not None:
         race = {"temperature": temperature, "seed": seed, "position": position} if coupled else {"temperature": None}
         groups = new_groups(base_logits)
@@ -338,7 +341,7 @@ def markov_walk(
         bounds = (groups.flatten(2), bests, winners)
     best, top, total = torch.empty(3, block, batch, parts, dtype=torch.float32, device=device)
     token = torch.empty(block, batch, parts, dtype=torch.int32, device=device)
-    ahead = bool(table["PDL"]) and w2 is not None
+    ahead = bool(table["PDL"]) and w2 is not None and ranks * w2.dtype.itemsize >= 128  # it asks for whole lines
     options = {name: table[name] for name in ("num_warps", "maxnreg") if name in table}
     if ahead:
         options["launch_pdl"] = True
@@ -406,7 +409,7 @@ def markov_walk(
         BLOCK=block,
         PARTS=parts,
         PARTS_P=chain["PARTS_P"],
-        WHOLE=w2_norms is None,
+        WHOLE=whole,
         num_warps=4,
     )
     return MarkovWalk(tokens, logits, row_max, log_sum)
@@ -416,7 +419,7 @@ _TRITON = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16:
 
 
 def _candidate_floor(base_logits: torch.Tensor, candidates: int) -> torch.Tensor:
-    """The candidates-th largest base logit of every slot, fp32 [B, T]: four launches before the walk."""
+    """The candidates-th largest base logit of every slot, fp32 [B, T]: four launches and a fill before the walk."""
     groups = new_groups(base_logits)
     best, _, total = row_statistics(base_logits, temperature=None, group_best=groups)
     top_k = torch.full((base_logits.shape[0],), candidates, dtype=torch.int64, device=base_logits.device)

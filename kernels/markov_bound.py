@@ -2,8 +2,8 @@
 
 A token's score is its logit (or race key) before the bias plus w f / T. By Cauchy and Schwarz no token of a tile scores
 more than the tile's largest value before the bias + |f| max |w| / T, and the winner scores at least what the token that
-was best before the bias does. On SmolLM2-135M and its drafter that leaves 27 % of the tiles of 64 to read in greedy
-decoding and 15 % in coupled sampling at temperature 1 (bench/markov_tries.py).
+was best before the bias does. What is left to read depends on the drafter: bench/markov_tries.py measures it for one
+row; with more rows a tile is read if any of them needs it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,19 @@ from .statistics import GROUP
 
 @triton.jit
 def known_score(
-    b_f, w2, tile_best, tile_token, temperature, p_row, o_b, batch, vocab, rank, stride_w2, TILES: tl.constexpr
+    b_f,
+    w2,
+    tile_best,
+    tile_token,
+    temperature,
+    p_row,
+    o_b,
+    batch,
+    vocab,
+    rank,
+    stride_w2,
+    COUPLED: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """|f| / T, and a score that the best token before the bias surely reaches, so the winner does: [BM] each."""
     m_b = o_b < batch
@@ -37,7 +49,10 @@ def known_score(
     divisor = tl.where(b_temperature > 0, b_temperature, 1.0)
     # The walk's own dot is rounded, to 8 bits at worst: that much less is sure.
     b_dot = tl.sum(b_f * b_w2, 1) - 2.0**-7 * tl.sum(tl.abs(b_f * b_w2), 1)
-    return tl.sqrt(tl.sum(b_f * b_f, 1)) / divisor, b_best + b_dot / divisor
+    known = b_best + b_dot / divisor
+    if not COUPLED:  # the values before the bias are without noise, so of a row that is sampled nothing is known
+        known = tl.where(b_temperature > 0, float("-inf"), known)
+    return tl.sqrt(tl.sum(b_f * b_f, 1)) / divisor, known
 
 
 @triton.jit
@@ -45,7 +60,8 @@ def may_win(p_groups, w2_norms, run_reach, run_known, m_row, i_tile, vocab, BV: 
     """Whether a token of the tile may win in any row: the largest U (or key) + |f| |w| / T against what is known.
 
     Widened by more than the roundings that it does not see: 2^-6 of the dot, which is rounded to 8 bits at worst, and
-    2^-6 of the logit where that is, too, else 2^-20. A NaN anywhere reads the tile.
+    of both sides 2^-6 where logits are rounded, too, else 2^-20; and as much of 32 for a key, whose parts l / T and
+    log e (at most 23) may cancel. A NaN anywhere reads the tile.
     """
     SLACK: tl.constexpr = 2.0**-20 if tl.float32 == LOGITS else 2.0**-6
     norm = 0.0
@@ -56,6 +72,6 @@ def may_win(p_groups, w2_norms, run_reach, run_known, m_row, i_tile, vocab, BV: 
             norm, tl.load(w2_norms + i_group, mask=i_group * GROUP < vocab, other=0.0), tl.PropagateNan.ALL
         )
         base = tl.maximum(base, tl.load(p_groups + i_group, mask=m_row, other=float("-inf")))
-    bound = base + run_reach * norm * (1 + 2.0**-6) + SLACK * (tl.abs(base) + tl.abs(run_known))
-    ruled_out = (bound < run_known) | (m_row == 0)
+    bound = base + run_reach * norm * (1 + 2.0**-6) + SLACK * (tl.abs(base) + tl.abs(run_known) + 32)
+    ruled_out = (bound < run_known) | (base == float("-inf")) | (m_row == 0)
     return tl.max(tl.max((ruled_out == 0).to(tl.int32), 1), 0) > 0

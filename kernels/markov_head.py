@@ -39,11 +39,11 @@ def dot(x, w, UPCAST: tl.constexpr):
 def token_before(anchor, best, token, i_t, o_b, batch, FIRST: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr):
     """The token before slot i_t, [BM]: the anchor, or the lowest token among the best of all programs' winners.
 
-    Behind a slot that failed it is 0: any valid token will do, for what follows is not used.
+    Behind a slot that failed, or an anchor of -1, it is 0: any valid token will do, for what follows is not used.
     """
     m_b = o_b < batch
     if FIRST:
-        return tl.load(anchor + o_b, mask=m_b, other=0)
+        return tl.maximum(tl.load(anchor + o_b, mask=m_b, other=0), 0)
     o_part = tl.arange(0, PARTS_P)[None, :]
     m_part = m_b[:, None] & (o_part < PARTS)
     p_part = ((i_t - 1) * batch + o_b[:, None]) * PARTS + o_part
@@ -127,7 +127,8 @@ def _feature_kernel(
     out_dtype = feature.dtype.element_ty
     if RNN:
         p_state = state + (i_t * batch + o_b[:, None]) * rank
-        b_s = tl.load(p_state + o_r[None, :], mask=m_b[:, None] & m_r[None, :], other=0.0)  # [BM, RP]
+        m_state = o_b < tl.where(i_t > 0, batch, 0)  # s_0 = 0
+        b_s = tl.load(p_state + o_r[None, :], mask=m_state[:, None] & m_r[None, :], other=0.0)  # [BM, RP]
         gate = tl.zeros([BM, BN], tl.float32)
         candidate = tl.zeros([BM, BN], tl.float32)
         for i in tl.static_range(3):
@@ -142,7 +143,7 @@ def _feature_kernel(
                 candidate = rounded(2 * tl.sigmoid(2 * b_joint) - 1, dtype)  # tanh
             else:
                 tl.store(p_out, (2 * tl.sigmoid(2 * b_joint) - 1).to(dtype).to(out_dtype), mask=m_out)
-        b_own = tl.load(p_state + o_n[None, :], mask=m_out, other=0.0).to(tl.float32)
+        b_own = tl.load(p_state + o_n[None, :], mask=m_state[:, None] & m_n[None, :], other=0.0).to(tl.float32)
         b_next = rounded(gate * b_own, dtype) + rounded(rounded(1 - gate, dtype) * candidate, dtype)
         tl.store(p_state + batch * rank + o_n[None, :], b_next.to(dtype), mask=m_out)
     else:
@@ -190,7 +191,6 @@ def feature_launcher(
     state = None
     if rnn:
         state = torch.empty(block + 1, batch, rank, dtype=weight.dtype, device=device)
-        state[0].zero_()
 
     def next_feature(slot: int, anchor: torch.Tensor, best: torch.Tensor, token: torch.Tensor) -> None:
         _feature_kernel[(triton.cdiv(batch, BM.value), triton.cdiv(rank, table["BN"]))](

@@ -2,7 +2,7 @@
 
 ``row_statistics``, one launch over rows x tiles of V, gives each tile's largest value, the token that has it and
 sum exp((l - largest) / T): whoever needs a row's maximum or its softmax reduces a few dozen tiles, not V logits.
-Bytes: the rows once, and 12 for every 4,096 logits of output.
+Bytes: the rows once, and 12 for every 4,096 logits of output; 512 more where the maxima of groups are asked for.
 """
 
 from __future__ import annotations

@@ -176,8 +176,10 @@ def test_schema_fake_and_mutation(name, backend):
 
 
 @pytest.mark.parametrize("name", op_calls("reference"))
-def test_torch_compile_sees_one_node(name):
-    op, arguments, options = op_calls("reference")[name]
+@pytest.mark.parametrize("backend", ["reference", "kernel"])
+def test_torch_compile_sees_one_node(name, backend):
+    torch._dynamo.reset()
+    op, arguments, options = op_calls(backend)[name]
     graphs = []
 
     def run(*tensors):
@@ -267,7 +269,38 @@ def attend(block, **options):
     )
 
 
+def test_eight_bits_that_are_not_float8_are_refused():
+    with pytest.raises(ValueError, match=r"w2 is torch.int8: of the 8-bit dtypes float8_e4m3fn alone is accepted"):
+        walk(w2=torch.zeros(11, 4, dtype=torch.int8))
+
+
+def test_two_devices_are_refused():
+    with pytest.raises(ValueError, match=r"base_logits is on cpu, w1 is on meta, .*: expected one device"):
+        walk(w1=torch.zeros(11, 4, device="meta"))
+
+
+def test_a_parameter_of_one_element():
+    logits = torch.randn(2, 3, 11)
+    one, number = (walk(base_logits=logits, temperature=value) for value in (torch.tensor([0.7]), 0.7))
+    assert torch.equal(one.tokens, number.tokens)
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+def test_nothing_to_cut(backend):
+    assert ops.cut_logits(torch.zeros(0, 11), 1.0, top_k=3, backend=backend).shape == (0, 11)
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+def test_cuts_that_cut_nothing_are_not_made(backend, monkeypatch):
+    """A neutral number must not become a tensor: on a GPU each would be a launch."""
+    made = []
+    monkeypatch.setattr(ops, "call", lambda name, room, *tensors, **options: made.append(options) or (None, None))
+    judge(top_k=0, top_p=1.0, min_p=0.0, backend=backend)
+    assert made[0]["top_k"] is made[0]["top_p"] is made[0]["min_p"] is None
+
+
 OUT_OF_RANGE = {
+    "seed": ({"seed": 2**63}, r"seed is 9223372036854775808: accepted are -9223372036854775808 to 9223372036854775807"),
     "temperature": ({"temperature": -0.5}, r"temperature is -0.5: accepted are 0 and above"),
     "temperature-nan": ({"temperature": float("nan")}, r"temperature is nan: accepted are 0 and above"),
     "top-p": ({"top_p": 1.5}, r"top_p is 1.5: accepted are 0 to 1"),

@@ -134,6 +134,9 @@ def _markov() -> Iterator[Call]:
     yield call("Qwen3-4B: 64 candidates, 64 rows", qwen, 64, candidates=64)
     yield call("Qwen3-4B: bf16 logits, 16 rows", qwen, 16, logits_dtype=torch.bfloat16)
     yield call("Qwen3-4B: independent slots", qwen, 1, rank=0)
+    yield call("Qwen3-4B: greedy, tiles ruled out", qwen, 1, bounded=True, quick=True)
+    yield call("Qwen3-4B: coupled, tiles ruled out, 64 rows", qwen, 64, bounded=True, coupled=True)
+    yield call("SmolLM2-135M: coupled, tiles ruled out", MODELS["SmolLM2-135M"], 1, bounded=True, coupled=True)
     yield call("Qwen3-4B: dependent launch", qwen, 1, ahead=True, only=("sm_90", "sm_100"), quick=True)
     yield call("Qwen3-4B: float8 W2", qwen, 1, w2_dtype=torch.float8_e4m3fn, only=("sm_90", "sm_100"))
 

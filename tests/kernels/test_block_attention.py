@@ -9,6 +9,8 @@ from dspark_fast.kernels import launch
 from dspark_fast.kernels.block_attention import block_attention
 from dspark_fast.reference.block_attention import block_attention as reference
 
+pytestmark = pytest.mark.usefixtures("guarded")
+
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 

@@ -333,3 +333,31 @@ def test_100_repeats_have_the_same_bits(head, walk, dtype):
     first = walk(given, candidates=64)
     for _ in range(99):
         assert all(torch.equal(a, b) for a, b in zip(walk(given, candidates=64), first))
+
+
+def test_an_anchor_of_a_row_that_failed(walk):
+    """-1, as a failed row gives it, is read as token 0, so that nothing lies out of bounds."""
+    given = problem("vanilla", 3, 2, 63, 8, torch.float32)
+    given["anchor"][1] = 0
+    whole = walk(given)
+    given["anchor"][1] = -1
+    assert torch.equal(walk(given).tokens, whole.tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [32, 64, 100, 256])
+def test_dependent_launch(rank, dtype, walk, monkeypatch):
+    """A step that is launched before the one before it has ended draws the same bits, a hundred times."""
+    if torch.version.hip or torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    given = problem("vanilla", 3, 7, 49_152, rank, dtype)
+    plain = walk(given)
+    parameters = launch.parameters
+    monkeypatch.setattr(
+        launch,
+        "parameters",
+        lambda name, device: parameters(name, device) | ({"PDL": 1} if name == "markov_step" else {}),
+    )
+    for _ in range(100):
+        ahead = walk(given)
+        assert torch.equal(ahead.tokens, plain.tokens) and torch.equal(ahead.logits, plain.logits)

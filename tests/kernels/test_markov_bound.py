@@ -9,6 +9,8 @@ from dspark_fast import ops, reference
 from dspark_fast.kernels import markov_walk
 from dspark_fast.reference import markov_norms
 
+pytestmark = pytest.mark.usefixtures("guarded")
+
 TILE = 64
 
 
@@ -64,46 +66,58 @@ def test_a_tile_that_is_ruled_out_is_not_read(coupled, device):
     assert (markov_walk(base, w1, w2, anchor, **options, w2_norms=norms).tokens == -1).all()
 
 
-@pytest.mark.parametrize("edge", [2.0**-9, 2.0**-12, 0.0, -(2.0**-9)])
-def test_a_winner_at_the_bound(edge, dtype, device):
-    """Cauchy and Schwarz met with equality: the token's row of W2 lies along f, its U makes up for all but ``edge``.
-
-    The favourite before the bias (token 0) has a row of W2 of its own, across f, so what is known of it is its U.
-    """
-    rank, vocab, winner = 8, 2 * TILE, TILE + 2
-    w1 = torch.zeros(vocab, rank)
-    w1[:, 0], w1[:, 1] = 3.0, 4.0  # |f| = 5
-    w2 = torch.zeros(vocab, rank)
-    w2[0, 0], w2[0, 1] = 4.0, -3.0
-    w2[winner, 0], w2[winner, 1] = 0.6, 0.8  # w f = 5 |w| |f| / 5 = 5
-    base = torch.full((1, 2, vocab), -30.0)
-    base[..., 0] = 8.0
-    base[..., winner] = 8.0 - 5.0 + edge
-    tensors = [one.to(device, dtype) for one in (base, w1, w2)]
+def planted(device, favourite, challenger, **options):
+    """Both walks over two tiles, with the bound and without; each token is (id, U, row of W2). f is (3, 4), |f| = 5."""
+    rank, vocab = 16, 2 * TILE
+    base = torch.full((1, 2, vocab), -30000.0)
+    w1, w2 = torch.zeros(vocab, rank), torch.zeros(vocab, rank)
+    w1[:, 0], w1[:, 1] = 3.0, 4.0
+    for token, logit, row in (favourite, challenger):
+        base[..., token] = logit
+        w2[token, :2] = torch.tensor(row)
+    dtype = options.pop("dtype", torch.float32)
     zero = torch.zeros(1, device=device)
-    options = {"temperature": zero, "seed": zero.long(), "position": zero.long(), "keep_logits": False}
+    tensors = (base.to(device), w1.to(device, dtype), w2.to(device, dtype))
+    options = {"temperature": zero, "seed": zero.long(), "position": zero.long(), "keep_logits": False} | options
     expected = reference.markov_walk(*tensors, zero.long(), **options).tokens
-    bounded = markov_walk(*tensors, zero.long(), **options, w2_norms=markov_norms(tensors[2]))
-    assert torch.equal(bounded.tokens, expected)
-    if abs(edge) > 2.0**-10 and dtype == torch.float32:
-        assert (expected == (winner if edge > 0 else 0)).all()
+    bounded = markov_walk(*tensors, zero.long(), **options, w2_norms=markov_norms(tensors[2])).tokens
+    assert torch.equal(bounded, expected)
+    return set(expected.flatten().tolist())
+
+
+@pytest.mark.parametrize("edge", [2.0**-9, 0.0, -(2.0**-9)])
+def test_a_winner_at_the_bound(edge, device):
+    """Cauchy and Schwarz met with equality: the challenger's row lies along f, its U makes up for all but ``edge``."""
+    winners = planted(device, (0, 8.0, (0.0, 0.0)), (TILE + 2, 3.0 + edge, (0.6, 0.8)))
+    assert edge == 0 or winners == {TILE + 2 if edge > 0 else 0}
+
+
+def test_a_winner_whose_dot_is_rounded_up(device):
+    """A dot of 2075 is 2076 in fp16, so a token wins with 10.5 whose exact score, and whose bare bound, is 9.5."""
+    row = (3.0 * 83, 4.0 * 83)
+    assert planted(device, (0, 10.0, (0.0, 0.0)), (TILE, 10 - 2075.5, row), dtype=torch.float16) == {TILE}
+
+
+def test_a_winner_whose_logit_is_rounded(device):
+    """2050.9 and 2050.8 are both 2050 in fp16, and of a tie the lowest token wins: the one whose bound is lower."""
+    favourite, challenger = (TILE, 2050.9, (0.0, 0.0)), (5, 2048.9, (0.076 * 3, 0.076 * 4))
+    assert planted(device, favourite, challenger, logits_dtype=torch.float16) == {5}
 
 
 def test_a_favourite_whose_dot_is_rounded(device):
-    """What is known of the favourite is what its rounded dot makes of it: here 0.97 less than its exact score."""
-    rank, vocab = 16, 2 * TILE
-    w1, w2 = torch.zeros(vocab, rank), torch.zeros(vocab, rank)
-    w1[:, :2] = 1.0
-    w2[0, 0], w2[0, 1] = -2048.0, -1.03125  # -2049.03, which is -2050 in fp16
-    base = torch.full((1, 1, vocab), -30000.0)
-    base[..., 0], base[..., TILE] = 10.0, -2039.5  # -2040 against it, where the exact score is -2039.03
-    zero = torch.zeros(1, device=device)
-    tensors = (base.to(device), w1.to(device, torch.float16), w2.to(device, torch.float16))
-    options = {"temperature": zero, "seed": zero.long(), "position": zero.long(), "keep_logits": False}
-    expected = reference.markov_walk(*tensors, zero.long(), **options).tokens
-    assert expected.item() == TILE
-    bounded = markov_walk(*tensors, zero.long(), **options, w2_norms=markov_norms(tensors[2]))
-    assert torch.equal(bounded.tokens, expected)
+    """-2049.03 is -2050 in fp16: the favourite is worth -2040, not -2039.03, and -2040.5 + 1 beats it."""
+    favourite, challenger = (0, 10.0, (-683.0, -(2.0**-7))), (TILE, -2040.5, (0.12, 0.16))
+    assert planted(device, favourite, challenger, dtype=torch.float16) == {TILE}
+
+
+def test_a_sampled_row_without_coupling_reads_everything(device):
+    """What is known before the bias is without the noise, so it rules out nothing."""
+    (base, w1, w2, anchor), options = arguments(
+        9, 4, 4 * TILE, 8, dtype=torch.float32, device=device, coupled=True, spread=0.2
+    )
+    options["coupled"], options["temperature"] = False, options["temperature"] * 8
+    bounded = markov_walk(base, w1, w2, anchor, **options, w2_norms=markov_norms(w2))
+    assert torch.equal(bounded.tokens, markov_walk(base, w1, w2, anchor, **options).tokens)
 
 
 def test_norms():
