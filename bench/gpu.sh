@@ -13,6 +13,12 @@ set -uo pipefail
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." || exit 1
 
 python=${PYTHON:-python3}
+[[ -n ${PYTHON:-} || ! -x .venv/bin/python ]] || python=.venv/bin/python
+[[ $python != */* || $python == /* ]] || python=$PWD/$python # steps run in other folders too
+"$python" -c 'import torch' 2>/dev/null || {
+    echo "no PyTorch in $python: PYTHON=... names another, ./run env makes one" >&2
+    exit 1
+}
 deadline=$((SECONDS + ${LIMIT:-465}))
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -114,12 +120,13 @@ fi
 mkdir -p "$results"
 
 # -- tests -------------------------------------------------------------------------------------------------------------
-if ! has pytest || ! has hypothesis; then
-    skip tests "pytest or hypothesis is not installed, and wheels/ has none"
-elif [[ -z $gpu ]]; then
+if [[ -z $gpu ]]; then
     skip tests "no GPU (the ordinary test run has the interpreted ones)"
     SHOWN=2 step "kernels, interpreted" 300 env TRITON_INTERPRET=1 "$python" bench/every_kernel.py --rows 2 \
         --ops context_kv sampling verify
+elif ! has pytest || ! has hypothesis; then
+    skip tests "pytest or hypothesis is not installed, and wheels/ has none"
+    failed=1 # figures of kernels that were not tested are worth nothing
 else
     has xdist && pytest+=(-n 6) # what takes time is compiling, which does not need the GPU
     # Among these rows: 100 repeats of every kernel, which must be equal bit for bit.

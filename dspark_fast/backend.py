@@ -56,7 +56,8 @@ def _missing(device: torch.device) -> str | None:
     if device.type != "cuda":
         if os.environ.get("TRITON_INTERPRET") == "1":
             return None
-        return f"the tensors are on {device.type}: the kernels need a CUDA or ROCm device (or TRITON_INTERPRET=1)"
+        needed = "a CUDA or ROCm device (or TRITON_INTERPRET=1, very slow, for tests)"
+        return f"the tensors are on {device.type}: the kernels need {needed}"
     if torch.version.hip is not None:
         name = torch.cuda.get_device_properties(device).gcnArchName
         return None if name.startswith(ROCM_TARGETS) else f"this GPU is a {name}: the kernels are compiled for gfx942"

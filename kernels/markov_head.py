@@ -84,6 +84,17 @@ def _hidden_kernel(
     tl.store(out + o_m[:, None] * columns + o_n[None, :], b_out, mask=m_m & (o_n < columns)[None, :])
 
 
+@triton.jit
+def _add_product(b_out, p_x, m_x, p_w, m_w, rank, RP: tl.constexpr, BK: tl.constexpr, UPCAST: tl.constexpr):
+    """b_out + x w^T over R columns, BK at a time: x whole would be 128 registers of every thread."""
+    for first in range(0, RP, BK):
+        o_k = first + tl.arange(0, BK)[None, :]
+        b_w = tl.load(p_w + o_k, mask=m_w & (o_k < rank), other=0.0)  # [BN, BK]
+        b_x = tl.load(p_x + o_k, mask=m_x & (o_k < rank), other=0.0).to(b_w.dtype)  # [BM, BK]
+        b_out += dot(b_x, b_w, UPCAST)
+    return b_out
+
+
 @triton.jit(do_not_specialize=["slot", "batch"])
 def _feature_kernel(
     w1,
@@ -108,34 +119,33 @@ def _feature_kernel(
     PARTS_P: tl.constexpr,
     RP: tl.constexpr,
     BN: tl.constexpr,
+    BK: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """``BN`` of the R numbers of f for 16 rows; the rnn's next state besides."""
     i_t, o_b = slot.to(tl.int64), tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     m_b = o_b < batch
-    o_r, o_n = tl.arange(0, RP), tl.program_id(1) * BN + tl.arange(0, BN)
-    m_r, m_n = o_r < rank, o_n < rank
+    o_n = tl.program_id(1) * BN + tl.arange(0, BN)
+    m_n = o_n < rank
     dtype = weight.dtype.element_ty
     b_previous = token_before(anchor, best, token, i_t, o_b, batch, FIRST, PARTS, PARTS_P)
     p_embedding = w1 + b_previous[:, None] * stride_w1
-    b_e = tl.load(p_embedding + o_r[None, :], mask=m_b[:, None] & m_r[None, :], other=0.0).to(dtype)  # [BM, RP]
-    m_out = m_b[:, None] & m_n[None, :]
+    m_rows, m_columns, m_out = m_b[:, None], m_n[:, None], m_b[:, None] & m_n[None, :]
     p_part = hidden_part + o_b[:, None] * stride_part_b + i_t * stride_part_t + o_n[None, :]
-    p_weight = weight + o_n[:, None].to(tl.int64) * stride_weight + o_r[None, :]
-    m_weight = m_n[:, None] & m_r[None, :]
+    p_weight = weight + o_n[:, None].to(tl.int64) * stride_weight
     p_out = feature + o_b[:, None] * rank + o_n[None, :]
     out_dtype = feature.dtype.element_ty
     if RNN:
         p_state = state + (i_t * batch + o_b[:, None]) * rank
-        m_state = o_b < tl.where(i_t > 0, batch, 0)  # s_0 = 0
-        b_s = tl.load(p_state + o_r[None, :], mask=m_state[:, None] & m_r[None, :], other=0.0)  # [BM, RP]
+        m_state = (o_b < tl.where(i_t > 0, batch, 0))[:, None]  # s_0 = 0
         gate = tl.zeros([BM, BN], tl.float32)
         candidate = tl.zeros([BM, BN], tl.float32)
         for i in tl.static_range(3):
             p_third = p_weight + i * rank * stride_weight
             b_joint = tl.load(p_part + i * rank, mask=m_out, other=0.0)  # [BM, BN]
-            b_joint += dot(b_s, tl.load(p_third, mask=m_weight, other=0.0), UPCAST)
-            b_joint += dot(b_e, tl.load(p_third + offset_embedding, mask=m_weight, other=0.0), UPCAST)
+            b_joint = _add_product(b_joint, p_state, m_state, p_third, m_columns, rank, RP, BK, UPCAST)
+            p_third += offset_embedding
+            b_joint = _add_product(b_joint, p_embedding, m_rows, p_third, m_columns, rank, RP, BK, UPCAST)
             b_joint = rounded(b_joint, dtype)
             if i == 0:
                 gate = rounded(tl.sigmoid(b_joint), dtype)
@@ -143,12 +153,13 @@ def _feature_kernel(
                 candidate = rounded(2 * tl.sigmoid(2 * b_joint) - 1, dtype)  # tanh
             else:
                 tl.store(p_out, (2 * tl.sigmoid(2 * b_joint) - 1).to(dtype).to(out_dtype), mask=m_out)
-        b_own = tl.load(p_state + o_n[None, :], mask=m_state[:, None] & m_n[None, :], other=0.0).to(tl.float32)
+        b_own = tl.load(p_state + o_n[None, :], mask=m_state & m_n[None, :], other=0.0).to(tl.float32)
         b_next = rounded(gate * b_own, dtype) + rounded(rounded(1 - gate, dtype) * candidate, dtype)
         tl.store(p_state + batch * rank + o_n[None, :], b_next.to(dtype), mask=m_out)
     else:
         b_gate = tl.load(p_part, mask=m_out, other=0.0)  # [BM, BN]
-        b_gate += dot(b_e, tl.load(p_weight + offset_embedding, mask=m_weight, other=0.0), UPCAST)
+        p_weight += offset_embedding
+        b_gate = _add_product(b_gate, p_embedding, m_rows, p_weight, m_columns, rank, RP, BK, UPCAST)
         b_gate = rounded(tl.sigmoid(rounded(b_gate, dtype)), dtype)
         b_own = tl.load(p_embedding + o_n[None, :], mask=m_out, other=0.0).to(dtype).to(tl.float32)
         tl.store(p_out, (b_gate * b_own).to(dtype).to(out_dtype), mask=m_out)
@@ -214,6 +225,7 @@ def feature_launcher(
             RNN=rnn,
             RP=ranks,
             BN=table["BN"],
+            BK=min(ranks, table["BK"]),
             num_warps=table["num_warps"],
             **chain,
         )
