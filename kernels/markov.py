@@ -31,8 +31,6 @@ from .noise import DRAFT, exponentials
 from .sampling import cut_rows
 from .statistics import GROUP, new_groups, row_statistics
 
-HEADS = ("vanilla", "gated", "rnn")
-
 
 class MarkovWalk(NamedTuple):
     """What a walk drafted; as ``reference.MarkovWalk``: q(x) = exp((logits_x - row_max) / temperature - log_sum)."""

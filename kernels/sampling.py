@@ -8,7 +8,7 @@
     select  rows            digit by digit the largest value at which the summed weight of the list reaches a target:
                             k tokens for top-k, top_p of the mass for top-p
 
-so V logits are read twice (once by ``row_statistics``) and everything else works on about a thousand numbers. A nucleus
+so V logits are read twice (once by ``row_statistics``) and everything else works on a few thousand numbers. A nucleus
 that is larger than the list (a nearly flat row) is searched for in the row itself, by one program: right, and slow.
 Order does not matter to any of it: tokens are counted, and masses are summed as integers, so the list may be filled in
 any order. A histogram over digits would take two passes over V by one program, since it cannot say the mass of a digit.

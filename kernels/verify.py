@@ -25,8 +25,6 @@ from .noise import TARGET, accept_uniform, exponentials
 from .sampling import cut_rows
 from .statistics import new_groups, row_statistics
 
-MODES = ("greedy", "rejection", "coupled")
-
 
 @triton.jit
 def _judge_equal(tokens, draft_tokens, length, o_t, block):
