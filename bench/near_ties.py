@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 # Of all tokens may be near-ties. In bf16 they are not rare: a bias of 4 is rounded to 2^-6 of 1, and the two best of
-# 151,936 normal logits of deviation 3 are closer than that once in forty times. The tests, in fp32, allow 1 in 10,000.
+# 151,936 normal logits of deviation 3 are closer than that in one row of fifty. The tests, in fp32, allow 1 in 10,000.
 MOST = 0.05
 
 
