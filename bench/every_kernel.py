@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from table import OURS, Bench, Case
 
-OPS = ("markov", "verify", "block_attention", "context_kv", "sampling")
+OPS = ("markov", "verify", "block_attention", "context_kv", "sampling", "draft_loss")
 LONGEST = 4096  # a longer context compiles nothing new
 
 

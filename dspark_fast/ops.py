@@ -12,7 +12,7 @@ import math
 import torch
 
 from dspark_fast.backend import choose, multiplies_float8
-from dspark_fast.reference import MarkovWalk
+from dspark_fast.reference import DraftLoss, MarkovWalk
 from dspark_fast.reference.markov import HEADS, NORM_GROUP
 from dspark_fast.reference.verify import MODES
 from dspark_fast.registered import call
@@ -279,6 +279,92 @@ def store_context_kv(
     call("store_context_kv", choose(backend, k), *tensors, offsets.contiguous(), counts.contiguous(), eps=eps)
 
 
+def draft_loss(
+    hidden: torch.Tensor,
+    target_hidden: torch.Tensor | None,
+    labels: torch.Tensor,
+    ce_weights: torch.Tensor,
+    tv_weights: torch.Tensor,
+    head: torch.Tensor,
+    *,
+    feature: torch.Tensor | None = None,
+    w2: torch.Tensor | None = None,
+    log_total: torch.Tensor | None = None,
+    target_tokens: torch.Tensor | None = None,
+    target_probs: torch.Tensor | None = None,
+    softcap: float | None = None,
+    backend: str | None = None,
+) -> DraftLoss:
+    """The training loss over N rows without their logits; see :func:`dspark_fast.reference.draft_loss`.
+
+    ``loss`` is differentiable, once, for hidden, feature and w2. Its gradients are computed together with it where grad
+    mode is on and one of the three requires grad, and not at all otherwise.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit, for none or both of target_hidden and target_tokens, and for
+            a head or target_hidden that requires grad: they are frozen, and their gradient is not computed.
+    """
+    rows, width = _shape("hidden", hidden, "N, H")
+    vocab = _shape("head", head, "V, H")[0]
+    _expect("head", head, (vocab, width))
+    if not vocab:
+        raise ValueError("head has shape [0, H]: expected at least one token")
+    for name, tensor in (("labels", labels), ("ce_weights", ce_weights), ("tv_weights", tv_weights)):
+        _expect(name, tensor, (rows,))
+    _expect_dtype("labels", labels, torch.int64)
+    if (target_hidden is None) == (target_tokens is None):
+        given = "neither" if target_hidden is None else "both"
+        raise ValueError(f"exactly one of target_hidden and target_tokens is the target's distribution: {given} given")
+    if (target_tokens is None) != (target_probs is None):
+        raise ValueError("target_tokens and target_probs come together: one is None")
+    if target_hidden is not None:
+        _expect("target_hidden", target_hidden, (rows, width))
+    if target_tokens is not None and target_probs is not None:
+        _expect("target_probs", target_probs, tuple(_shape("target_tokens", target_tokens, "N, K")))
+        _expect("target_tokens", target_tokens, (rows, target_tokens.shape[1]))
+        _expect_dtype("target_tokens", target_tokens, torch.int64)
+    if log_total is not None:
+        _expect("log_total", log_total, (rows,))
+    if (feature is None) != (w2 is None):
+        raise ValueError("feature and w2 come together: one is None")
+    if feature is not None and w2 is not None:
+        rank = _shape("feature", feature, "N, R")[1]
+        _expect("feature", feature, (rows, rank))
+        _expect("w2", w2, (vocab, rank))
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}: accepted are None and numbers above 0")
+    for name, tensor in (("hidden", hidden), ("head", head), ("feature", feature), ("w2", w2)):
+        if tensor is not None and tensor.dtype not in LOGITS_DTYPES:
+            raise ValueError(f"{name} is {tensor.dtype}: accepted are {', '.join(map(str, LOGITS_DTYPES))}")
+    _on_one_device(hidden=hidden, target_hidden=target_hidden, labels=labels, ce_weights=ce_weights, head=head, w2=w2)
+    _on_one_device(hidden=hidden, tv_weights=tv_weights, feature=feature, log_total=log_total)
+    _on_one_device(hidden=hidden, target_tokens=target_tokens, target_probs=target_probs)
+    gradients = False
+    if torch.is_grad_enabled():
+        for name, tensor in (("head", head), ("target_hidden", target_hidden)):
+            if tensor is not None and tensor.requires_grad:
+                raise ValueError(f"{name} requires grad: it is frozen here, so detach it")
+        gradients = any(one is not None and one.requires_grad for one in (hidden, feature, w2))
+    loss, surprise, distance, *_ = call(
+        "draft_loss",
+        choose(backend, hidden),
+        _rows(hidden),
+        _rows(target_hidden),
+        labels.contiguous(),
+        ce_weights.detach().float().contiguous(),
+        tv_weights.detach().float().contiguous(),
+        _rows(head),
+        _rows(feature),
+        _rows(w2),
+        None if log_total is None else log_total.detach().float().contiguous(),
+        _rows(target_tokens),
+        None if target_probs is None else _rows(target_probs.detach().float()),
+        softcap=None if softcap is None else float(softcap),
+        gradients=gradients,
+    )
+    return DraftLoss(loss, surprise, distance)
+
+
 def per_row(
     value: Scalar,
     like: torch.Tensor,
@@ -340,6 +426,11 @@ def _shape(name: str, tensor: torch.Tensor, axes: str) -> torch.Size:
     if tensor.dim() != len(axes.split(",")):
         raise ValueError(f"{name} has shape {list(tensor.shape)}: expected [{axes}]")
     return tensor.shape
+
+
+def _expect_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} is {tensor.dtype}: expected {dtype}")
 
 
 def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

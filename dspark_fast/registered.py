@@ -30,6 +30,10 @@ _SCHEMAS = {
     "int? window, float? softcap, str backend) -> Tensor",
     "store_context_kv": "(Tensor k, Tensor v, Tensor k_norm_weight, Tensor cos, Tensor sin, Tensor(a!) k_cache, "
     "Tensor(b!) v_cache, Tensor offsets, Tensor counts, *, float eps, str backend) -> ()",
+    # Tensors are not keyword-only here: torch.library differentiates no op that has such.
+    "draft_loss": "(Tensor hidden, Tensor? target_hidden, Tensor labels, Tensor ce_weights, Tensor tv_weights, "
+    "Tensor head, Tensor? feature, Tensor? w2, Tensor? log_total, Tensor? target_tokens, Tensor? target_probs, *, "
+    "float? softcap, bool gradients, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 }
 
 _library = torch.library.Library("dspark_fast", "DEF")
@@ -122,9 +126,47 @@ def _store_context_kv_fake(*tensors: Tensor, backend: str, eps: float) -> None:
     return None
 
 
+def _draft_loss(
+    *tensors: Tensor | None, softcap: float | None, gradients: bool, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    names = ("feature", "w2", "log_total", "target_tokens", "target_probs")
+    options = dict(zip(names, tensors[6:]), softcap=softcap, gradients=gradients)
+    loss, found = _room(backend).draft_loss_gradients(*tensors[:6], **options)
+    none = tensors[0].new_empty(0)
+    return *loss, *(none.clone() if one is None else one for one in found or (None, None, None))
+
+
+def _draft_loss_fake(
+    hidden: Tensor, *tensors: Tensor | None, softcap: float | None, gradients: bool, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows = [hidden.new_empty(shape, dtype=torch.float32) for shape in ((), hidden.shape[:1], hidden.shape[:1])]
+    feature, w2 = tensors[5:7]
+    wanted = (hidden, feature, w2) if gradients else (None, None, None)
+    return *rows, *(hidden.new_empty(0) if one is None else one.new_empty(one.shape) for one in wanted)
+
+
+def _draft_loss_keeps(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    ctx.gradients = keyword_only_inputs["gradients"]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[3:])
+
+
+def _draft_loss_backward(ctx: Any, of_loss: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
+    if not ctx.gradients:
+        raise RuntimeError("draft_loss ran with gradients=False: backward needs what it computes with True")
+    found: list[Tensor | None] = [None] * 11
+    if of_loss is not None:
+        for place, one in zip((0, 6, 7), ctx.saved_tensors):
+            if ctx.needs_input_grad[place]:  # in fp32: a loss scale of 2^16 is inf in fp16, 1/3 is 0.2 % off in bf16
+                found[place] = (one.float() * of_loss).to(one.dtype)
+    return tuple(found)
+
+
 def call(name: str, backend: str, *tensors: Tensor | None, **options: Any) -> Any:
     """Run an op in the room called ``backend`` (``"kernel"`` or ``"reference"``)."""
-    if backend == "reference" and not torch.compiler.is_compiling():
+    differentiated = options.get("gradients", False)
+    if backend == "reference" and not differentiated and not torch.compiler.is_compiling():
         return _IMPLEMENTATIONS[name](*tensors, **options, backend=backend)  # the dispatcher costs a CPU call 20 us
     return getattr(torch.ops.dspark_fast, name)(*tensors, **options, backend=backend)
 
@@ -144,3 +186,6 @@ _IMPLEMENTATIONS = {name: globals()[f"_{name}"] for name in _SCHEMAS}
 for _name, _implementation in _IMPLEMENTATIONS.items():
     _library.impl(_name, _on_its_device(_implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"dspark_fast::{_name}", globals()[f"_{_name}_fake"], lib=_library)
+torch.library.register_autograd(
+    "dspark_fast::draft_loss", _draft_loss_backward, setup_context=_draft_loss_keeps, lib=_library
+)

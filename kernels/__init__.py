@@ -7,12 +7,24 @@ may be a number there is a tensor of one value a row here.
 
 from importlib.util import find_spec
 
-__all__ = ["MarkovWalk", "block_attention", "cut_logits", "markov_walk", "store_context_kv", "verify"]
+__all__ = [
+    "DraftGradients",
+    "DraftLoss",
+    "MarkovWalk",
+    "block_attention",
+    "cut_logits",
+    "draft_loss",
+    "draft_loss_gradients",
+    "markov_walk",
+    "store_context_kv",
+    "verify",
+]
 
 # In a checkout transformers finds this folder as the library `kernels` and imports it: that must work without Triton.
 if find_spec("triton"):
     from .block_attention import block_attention
     from .context_kv import store_context_kv
+    from .draft_loss import DraftGradients, DraftLoss, draft_loss, draft_loss_gradients
     from .markov import MarkovWalk, markov_walk
     from .sampling import cut_logits
     from .verify import verify

@@ -66,32 +66,37 @@ def markov_feature(
     return output.tanh(), gate * state + (1 - gate) * candidate.tanh()
 
 
-def markov_bias(
+def markov_features(
     prev_tokens: Tensor,
     w1: Tensor,
-    w2: Tensor,
     *,
     head: str = "vanilla",
     head_weight: Tensor | None = None,
     head_bias: Tensor | None = None,
     hidden: Tensor | None = None,
 ) -> Tensor:
-    """Teacher-forced bias of a whole block, all slots at once (the rnn unrolled). Differentiable.
+    """What W2 multiplies, teacher-forced, all slots of a block at once (the rnn unrolled). Differentiable.
 
-    prev_tokens: int64 [..., T], the token before each slot; w1: [V, R]; w2: [V, R] or any subset of its rows;
-    hidden: [..., T, H] (gated, rnn); head_weight, head_bias as in ``markov_feature``.
-    Returns [..., T, rows of w2] in w2's dtype.
+    prev_tokens: int64 [..., T], the token before each slot; w1: [V, R]; hidden: [..., T, H] (gated, rnn);
+    head_weight, head_bias as in ``markov_feature``. Returns [..., T, R].
     """
     embedding = F.embedding(prev_tokens, w1)
     options = {"head": head, "head_weight": head_weight, "head_bias": head_bias}
     if head != "rnn":
-        feature, _ = markov_feature(embedding, None, hidden=hidden, **options)
-        return F.linear(feature.to(w2.dtype), w2)
+        return markov_feature(embedding, None, hidden=hidden, **options)[0]
     features, state = [], None
     for slot in range(prev_tokens.shape[-1]):
         feature, state = markov_feature(embedding[..., slot, :], state, hidden=hidden[..., slot, :], **options)
         features.append(feature)
-    feature = torch.stack(features, -2) if features else embedding
+    return torch.stack(features, -2) if features else embedding
+
+
+def markov_bias(prev_tokens: Tensor, w1: Tensor, w2: Tensor, **options: object) -> Tensor:
+    """Teacher-forced bias of a whole block: W2 times :func:`markov_features`, whose options it takes. Differentiable.
+
+    w2: [V, R] or any subset of its rows. Returns [..., T, rows of w2] in w2's dtype.
+    """
+    feature = markov_features(prev_tokens, w1, **options)
     return F.linear(feature.to(w2.dtype), w2)  # one product for the block, so W2 is read once
 
 

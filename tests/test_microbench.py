@@ -16,7 +16,7 @@ import pytest
 import torch
 
 BENCH = Path(__file__).parent.parent / "bench"
-OPS = ["markov", "verify", "block_attention", "context_kv", "sampling"]
+OPS = ["markov", "verify", "block_attention", "context_kv", "sampling", "draft_loss"]
 
 
 @pytest.fixture

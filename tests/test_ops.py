@@ -12,7 +12,7 @@ import torch
 from dspark_fast import kernels, ops, reference
 from dspark_fast.backend import _missing, choose
 
-OPS = ["markov_walk", "verify", "cut_logits", "block_attention", "store_context_kv"]
+OPS = ["markov_walk", "verify", "cut_logits", "block_attention", "store_context_kv", "draft_loss"]
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -144,7 +144,16 @@ def op_calls(backend):
     judged = (torch.randn(2, 4, 11), torch.randint(11, (2, 3)), torch.randn(2, 3, 11), torch.tensor([3, 1]))
     verify_rest = {"top_k": cuts[0], "top_p": None, "min_p": None, "draft_row_max": None, "draft_log_sum": None}
     caches = (torch.zeros(2, 9, 2, 8), torch.zeros(2, 9, 2, 8))
+    loss = (torch.randn(5, 8), torch.randn(5, 8), torch.randint(11, (5,)), *torch.rand(2, 5), torch.randn(11, 8))
+    listed = (torch.stack([torch.randperm(11)[:3] for _ in range(5)]), torch.rand(5, 3) / 3)
+    markov = (torch.randn(5, 4), torch.randn(11, 4))
     calls = {
+        "draft_loss": ((*loss, *markov, torch.full((5,), 9.0), None, None), {"softcap": 2.0, "gradients": True}),
+        "draft_loss-listed": (
+            (loss[0], None, *loss[2:], None, None, None, *listed),
+            {"softcap": None, "gradients": True},
+        ),
+        "draft_loss-no-gradients": ((*loss, *[None] * 5), {"softcap": None, "gradients": False}),
         "markov_walk": (walk, {**rows, **walk_rest, "keep_logits": True}),
         "markov_walk-not-kept": (walk, {**rows, **walk_rest, "keep_logits": False}),
         "verify": (judged, {**rows, "mode": "rejection", **verify_rest}),
@@ -213,6 +222,148 @@ def test_backends_agree_through_the_door(backend):
         walk(base_logits=logits, temperature=0.7, backend=backend).tokens,
         walk(base_logits=logits, temperature=0.7).tokens,
     )
+
+
+LOSSES = {
+    "hidden": ({"hidden": torch.zeros(5, 8, 1)}, r"hidden has shape \[5, 8, 1\]: expected \[N, H\]"),
+    "head": ({"head": torch.zeros(11, 7)}, r"head has shape \[11, 7\]: expected \[11, 8\]"),
+    "no-tokens": ({"head": torch.zeros(0, 8)}, r"head has shape \[0, H\]"),
+    "labels": ({"labels": torch.zeros(5, 1)}, r"labels has shape \[5, 1\]: expected \[5\]"),
+    "labels-int32": ({"labels": torch.zeros(5).int()}, r"labels is torch.int32: expected torch.int64"),
+    "weights": ({"tv_weights": torch.zeros(4)}, r"tv_weights has shape \[4\]: expected \[5\]"),
+    "no-target": ({"target_hidden": None}, r"exactly one of target_hidden and target_tokens .*: neither given"),
+    "both": ({"target_tokens": torch.zeros(5, 2).long(), "target_probs": torch.zeros(5, 2)}, r": both given"),
+    "no-probs": ({"target_hidden": None, "target_tokens": torch.zeros(5, 2).long()}, r"come together"),
+    "probs": (
+        {"target_hidden": None, "target_tokens": torch.zeros(5, 2).long(), "target_probs": torch.zeros(5, 3)},
+        r"target_probs has shape \[5, 3\]: expected \[5, 2\]",
+    ),
+    "log-total": ({"log_total": torch.zeros(5, 1)}, r"log_total has shape \[5, 1\]: expected \[5\]"),
+    "feature-alone": ({"w2": None}, r"feature and w2 come together: one is None"),
+    "w2": ({"w2": torch.zeros(11, 5)}, r"w2 has shape \[11, 5\]: expected \[11, 4\]"),
+    "softcap": ({"softcap": 0.0}, r"softcap is 0.0: accepted are None and numbers above 0"),
+    "dtype": ({"hidden": torch.zeros(5, 8).double()}, r"hidden is torch.float64: accepted are torch.float32"),
+    "head-learns": ({"head": torch.zeros(11, 8).requires_grad_()}, r"head requires grad: it is frozen here"),
+    "target-learns": ({"target_hidden": torch.zeros(5, 8).requires_grad_()}, r"target_hidden requires grad"),
+    "device": ({"head": torch.zeros(11, 8, device="meta")}, r"head is on meta.*: expected one device"),
+}
+
+
+class TestDraftLoss:
+    """The one op that is differentiated."""
+
+    def arguments(self, **changes):
+        torch.manual_seed(0)
+        given = {
+            "hidden": torch.randn(5, 8, requires_grad=True),
+            "target_hidden": torch.randn(5, 8),
+            "labels": torch.randint(11, (5,)),
+            "ce_weights": torch.rand(5),
+            "tv_weights": torch.rand(5),
+            "head": torch.randn(11, 8),
+            "feature": torch.randn(5, 4, requires_grad=True),
+            "w2": torch.randn(11, 4, requires_grad=True),
+            **changes,
+        }
+        return given, [one for one in (given["hidden"], given["feature"], given["w2"]) if one is not None]
+
+    def whole(self, given):
+        """Autograd's own account of the same loss."""
+        log_q = (given["hidden"] @ given["head"].T + given["feature"] @ given["w2"].T).log_softmax(-1)
+        p = (given["target_hidden"] @ given["head"].T).softmax(-1)
+        surprise = -log_q.gather(-1, given["labels"][:, None])[:, 0]
+        return given["ce_weights"] @ surprise + given["tv_weights"] @ (log_q.exp() - p).abs().sum(-1)
+
+    @pytest.mark.parametrize("backend", ["reference", "kernel"])
+    def test_backward(self, backend):
+        given, leaves = self.arguments()
+        out = ops.draft_loss(**given, backend=backend)
+        assert not out.surprise.requires_grad and not out.distance.requires_grad
+        found = torch.autograd.grad(-3 * out.loss, leaves, retain_graph=True)
+        torch.testing.assert_close(found, torch.autograd.grad(-3 * self.whole(given), leaves))
+        torch.testing.assert_close(torch.autograd.grad(-3 * out.loss, leaves), found)  # nothing was used up
+
+    @pytest.mark.parametrize("backend", ["reference", "kernel"])
+    def test_backward_compiled(self, backend):
+        """One graph, forward and backward; what surrounds the op is differentiated through it."""
+        torch._dynamo.reset()
+        given, leaves = self.arguments()
+        frozen = {name: one for name, one in given.items() if name not in ("hidden", "feature", "w2")}
+
+        def run(hidden, feature, w2):
+            return 2 * ops.draft_loss(hidden.tanh(), feature=feature, w2=2 * w2, **frozen, backend=backend).loss
+
+        expected = self.whole({**given, "hidden": leaves[0].tanh(), "w2": 2 * leaves[2]})
+        compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(*leaves), 2 * expected)
+        found = torch.autograd.grad(compiled(*leaves), leaves)
+        torch.testing.assert_close(found, torch.autograd.grad(2 * expected, leaves))
+
+    @pytest.mark.parametrize("name", ["draft_loss", "draft_loss-listed"])
+    @pytest.mark.parametrize("backend", ["reference", "kernel"])
+    def test_registration(self, name, backend):
+        _, tensors, options = op_calls(backend)[name]
+        tensors = [
+            one if one is None or place not in (0, 6, 7) else one.requires_grad_() for place, one in enumerate(tensors)
+        ]
+        torch.library.opcheck(torch.ops.dspark_fast.draft_loss, tuple(tensors), options)
+
+    @pytest.mark.parametrize("backend", ["reference", "kernel"])
+    def test_gradients_are_of_the_inputs_dtypes(self, backend):
+        given, leaves = self.arguments()
+        given |= {"head": given["head"].half(), "hidden": given["hidden"].detach().half().requires_grad_()}
+        leaves[0] = given["hidden"]
+        ops.draft_loss(**given, backend=backend).loss.backward()
+        assert [one.grad.dtype for one in leaves] == [torch.float16, torch.float32, torch.float32]
+
+    @pytest.mark.parametrize(
+        ("dtype", "scale"), [(torch.float16, 2.0**17), (torch.bfloat16, 1 / 3)], ids=["fp16", "bf16"]
+    )
+    def test_a_scaled_loss(self, dtype, scale):
+        """By more than fp16 holds, and by what bf16 rounds."""
+        given, _ = self.arguments()
+        given |= {name: given[name].to(dtype) for name in ("target_hidden", "head")}
+        given["hidden"] = given["hidden"].detach().to(dtype).requires_grad_()
+        given |= {name: 2**-10 * given[name] for name in ("ce_weights", "tv_weights")}
+        loss = ops.draft_loss(**given).loss
+        [plain] = torch.autograd.grad(loss, given["hidden"], retain_graph=True)
+        [scaled] = torch.autograd.grad(scale * loss, given["hidden"])
+        assert torch.equal(scaled, (plain.float() * scale).to(dtype)) and scaled.isfinite().all()
+
+    def test_no_gradient_that_nobody_asks_for(self, monkeypatch):
+        asked = []
+
+        def noted(name, room, *tensors, **options):
+            asked.append(options["gradients"])
+            return torch.zeros(3)
+
+        monkeypatch.setattr(ops, "call", noted)
+        given, leaves = self.arguments()
+        ops.draft_loss(**given)
+        with torch.no_grad():
+            ops.draft_loss(**given)
+        ops.draft_loss(**{name: one.detach() for name, one in given.items()})
+        ops.draft_loss(**{name: one if name == "w2" else one.detach() for name, one in given.items()})
+        assert asked == [True, False, False, True]
+
+    def test_backward_without_gradients_is_an_error(self):
+        given, leaves = self.arguments()
+        tensors = [given[name] for name in list(given)[:8]]
+        loss, *_ = torch.ops.dspark_fast.draft_loss(
+            *tensors, None, None, None, softcap=None, gradients=False, backend="reference"
+        )
+        with pytest.raises(RuntimeError, match="draft_loss ran with gradients=False"):
+            loss.backward()
+
+    @pytest.mark.parametrize(("changes", "message"), LOSSES.values(), ids=LOSSES)
+    def test_refused(self, changes, message):
+        with pytest.raises(ValueError, match=message):
+            ops.draft_loss(**self.arguments(**changes)[0])
+
+    def test_a_head_that_learns_is_no_matter_without_gradients(self):
+        given, _ = self.arguments(head=torch.randn(11, 8, requires_grad=True))
+        with torch.no_grad():
+            assert not ops.draft_loss(**given).loss.requires_grad
 
 
 class TestChoice:

@@ -20,6 +20,7 @@ from dspark_fast.reference.markov import NORM_GROUP
 # The pointers (or names in an address) that a kernel's bytes come through: 16 bytes a load, or the copy rate is lost.
 STREAMED = {
     "block_attention._split_kernel": ("p_k", "p_v"),
+    "draft_loss._row_kernel": ("p_z", "p_l"),
     "markov._step_kernel": ("p_w2",),
     "statistics._row_statistics_kernel": ("logits",),
 }
@@ -40,7 +41,7 @@ class Call(NamedTuple):
 
 def calls() -> list[Call]:
     """All of them."""
-    return [*_attention(), *_context(), *_markov(), *_verify(), *_cut()]
+    return [*_attention(), *_context(), *_markov(), *_verify(), *_cut(), *_draft_loss()]
 
 
 def _attention() -> Iterator[Call]:
@@ -200,6 +201,51 @@ def _cut() -> Iterator[Call]:
 
     for name, model in _models():
         yield call(name, model, 1 if name == "Qwen3-4B" else 64)
+
+
+def _draft_loss() -> Iterator[Call]:
+    def call(
+        name: str,
+        vocab: int,
+        *,
+        rank: int = 8,
+        reduced: bool = False,
+        listed: int = 0,
+        softcap: float | None = None,
+        gradients: bool = True,
+        quick: bool = False,
+    ) -> Call:
+        def run(dtype: torch.dtype) -> object:
+            rows, width = 2, 8  # neither reaches a kernel, and the products around it are really made
+            hidden, weights = torch.zeros(rows, width, dtype=dtype), torch.zeros(rows)
+            return kernels.draft_loss_gradients(
+                hidden,
+                None if listed else hidden,
+                _ids(rows).zero_(),
+                weights,
+                weights,
+                torch.zeros(vocab, width, dtype=dtype),
+                feature=torch.zeros(rows, rank, dtype=dtype) if rank else None,
+                w2=torch.zeros(vocab, rank) if rank else None,
+                log_total=weights if reduced else None,
+                target_tokens=torch.zeros(rows, listed, dtype=torch.int64) if listed else None,
+                target_probs=torch.zeros(rows, listed) if listed else None,
+                softcap=softcap,
+                gradients=gradients,
+            )
+
+        return Call(f"draft_loss {name}", run, quick)
+
+    for name, model in _models():
+        yield call(f"{name}", model.vocab, quick=name == "Qwen3-4B")
+        yield call(f"{name}: no gradients", model.vocab, gradients=False)
+        yield call(f"{name}: 64 listed", model.vocab, listed=64, quick=name == "Qwen3-4B")
+    qwen = MODELS["Qwen3-4B"].vocab
+    yield call("Qwen3-4B: no Markov head", qwen, rank=0)
+    yield call("Qwen3-4B: 32,768 tokens of it", 32768, reduced=True)
+    yield call("softcap", 262144, softcap=30.0, quick=True)
+    yield call("softcap, 64 listed", 262144, softcap=30.0, listed=64)
+    yield call("softcap, no Markov head", 262144, softcap=30.0, rank=0)
 
 
 def _models() -> list[tuple[str, Model]]:

@@ -78,6 +78,21 @@ def store(batch, device):
     return lambda: kernels.store_context_kv(*new[:2], weight, *tables, *caches, counts, counts, eps=1e-6)
 
 
+def loss(batch, device, *, listed=False):
+    hidden, weights = torch.randn(batch, 8, device=device), torch.rand(3, batch, device=device)
+    markov = {"feature": torch.randn(batch, 4, device=device), "w2": torch.randn(VOCAB, 4, device=device)}
+    labels = torch.arange(batch, device=device)
+    if listed:
+        markov |= {"target_tokens": labels[:, None], "target_probs": weights[2:].T}
+    head = torch.randn(VOCAB, 8, device=device)
+
+    def call():
+        found = kernels.draft_loss_gradients(hidden, None if listed else hidden, labels, *weights[:2], head, **markov)
+        return *found[0], *found[1]
+
+    return call
+
+
 CALLS = {
     "walk": (walk, (), {}, BLOCK + 1),
     "walk-gated": (walk, ("gated",), {}, 2 * BLOCK + 2),
@@ -91,6 +106,8 @@ CALLS = {
     "coupled-cut": (verify, ("coupled", "top_p"), {}, 6),
     "attention": (attention, (), {}, 2),
     "store": (store, (), {}, 1),
+    "loss": (loss, (), {}, 1),
+    "loss-listed": (loss, (), {"listed": True}, 1),
 }
 
 
