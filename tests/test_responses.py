@@ -1,62 +1,39 @@
-"""The data half of training: the target's answers, its features over them, and the command that does it all."""
+"""The target's own answers: what is asked, how it is decoded, how a run goes on and how processes share it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import Counter
-from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
-from safetensors import safe_open
-from safetensors.torch import load_file
 
-from dspark_fast import DSparkDraft, generate
-from dspark_fast.training import features, responses
-from dspark_fast.training.features import FeatureStore, check_head, write_features
+from dspark_fast import generate
+from dspark_fast.training import responses
 from dspark_fast.training.prompts import is_held_out, make_prompt
-from dspark_fast.training.recipe import Recipe, collect, measure, remember
-from dspark_fast.training.responses import Response, conversation_ids, generate_responses, read_responses, stop_tokens
-from dspark_fast.training.trainer import Trainer
-
-SPECIAL = ("<unk>", "<|start|>", "<|end|>", "<pad>")
-CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
-VOCABULARY = len(SPECIAL) + len(CHARACTERS) + 4  # some ids that are no token, as in many models
-TEMPLATE = (
-    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant\n{% if enable_thinking is false %}>{% endif %}{% endif %}"
+from dspark_fast.training.recipe import Recipe, remember
+from dspark_fast.training.responses import (
+    conversation_ids,
+    generate_responses,
+    merge_parts,
+    read_responses,
+    stop_tokens,
 )
+from dspark_fast.training.workers import Workers
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    """One token per character."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    ids = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
-    made = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    made.decoder = decoders.Fuse()
-    made.add_special_tokens(list(SPECIAL))
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="<unk>", eos_token="<|end|>", pad_token="<pad>", chat_template=TEMPLATE
-    )
-    assert made.decode(made.encode("Hi, you!\n", add_special_tokens=False)) == "Hi, you!\n"
-    return made
+def tokenizer(characters):
+    return characters.tokenizer
 
 
 @pytest.fixture(scope="module")
-def model(make_target):
+def model(make_target, characters):
     """Stops at ``<|end|>`` or ``e``, which its random text has often enough."""
-    model = make_target(
-        fresh=True, vocab_size=VOCABULARY, num_hidden_layers=4, max_position_embeddings=4096, initializer_range=0.2
-    )
-    model.generation_config.eos_token_id = [2, len(SPECIAL) + CHARACTERS.index("e")]
-    return model
+    return characters.target(make_target)
 
 
 def user(text, domain="chat", follow_ups=()):
@@ -233,337 +210,135 @@ def test_stop_tokens():
         assert stop_tokens(SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=given))) == expected
 
 
-# --- features ---------------------------------------------------------------------------------------------------------
-
-TAPS = [-1, 0, 2]
+# --- several workers --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def small_shards(monkeypatch):
-    monkeypatch.setattr(features, "SHARD", 4)
-    monkeypatch.setattr(features, "HELD_OUT_SHARD", 2)
-    monkeypatch.setattr(features, "TOGETHER", 3)
-    monkeypatch.setattr(features, "ROWS", 7)
+def share(model, tokenizer, prompts, tmp_path):
+    """One worker's part of the answering; gives what it wrote."""
+    path = tmp_path / "responses.jsonl"
 
-
-def made_up(count, held_out=(), start=5, own=20):
-    generator = torch.Generator().manual_seed(11)
-    return [
-        Response(
-            f"r{n}",
-            "chat",
-            torch.randint(1, VOCABULARY, (start + n % 3 + own + 5 * n % 7,), generator=generator).tolist(),
-            start + n % 3,
-            True,
-            n in held_out,
+    def work(rank, count, tokens=10**9, **options):
+        told = []
+        options = {**NAMES, "on_progress": told.append, **options}
+        total = generate_responses(
+            model, tokenizer, prompts, path, tokens=tokens, workers=Workers(rank, count), **options
         )
-        for n in range(count)
-    ]
+        rows = list(read_responses(path if count == 1 else tmp_path / f"responses.part-{rank}.jsonl"))
+        return SimpleNamespace(total=total, told=told, rows=rows, own=sum(len(r.input_ids) - r.start for r in rows))
+
+    work.path = path
+    return work
 
 
-def by_ids(shard):
-    """A shard's sequences, by their ids."""
-    tensors = load_file(shard)
-    offsets = tensors.pop("offsets").tolist()
-    rows = [{key: value[a:b] for key, value in tensors.items()} for a, b in pairwise(offsets)]
-    return {tuple(row["input_ids"].tolist()): row for row in rows}
+@pytest.mark.parametrize("count", [2, 3])
+def test_workers_share_the_prompts(share, whole, tmp_path, count):
+    parts = [share(rank, count) for rank in range(count)]
+    assert list(read_responses(share.path)) == []
+    ids = [row.id for part in parts for row in part.rows]
+    assert sorted(ids) == sorted(whole.rows)
+    assert all(part.total == part.told[-1] == part.own > 0 for part in parts)
+    of_a_prompt = [{row.id.split("+")[0] for row in part.rows} for part in parts]
+    assert sum(map(len, of_a_prompt)) == len(set().union(*of_a_prompt))
+    merge_parts(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["responses.jsonl"]
+    assert [row.id for row in read_responses(share.path)] == ids
+    assert_the_same(share.path, whole)
+    before = share.path.read_bytes()
+    merge_parts(tmp_path)
+    assert share.path.read_bytes() == before
+    assert [share(rank, count).rows for rank in range(count)] == [[]] * count
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("max_length", [1024, 23])
-def test_features_are_those_of_a_plain_forward(model, small_shards, tmp_path, max_length):
-    answers = made_up(10, held_out=(1, 6))
-    told = []
-    shards = write_features(model, answers, tmp_path, TAPS, max_length=max_length, on_progress=told.append)
-    assert [s.name for s in shards] == [f"{n}.safetensors" for n in ("train-00000", "train-00001", "held-out-00000")]
-    assert told == [4, 8, 10]
-    train = [r for r in answers if not r.held_out]
-    for shard, group in zip(shards, (train[:4], train[4:], [r for r in answers if r.held_out])):
-        rows = by_ids(shard)
-        assert rows.keys() == {tuple(r.input_ids[:max_length]) for r in group}
-        lengths = list(map(len, rows))
-        assert lengths == sorted(lengths)
-        for response in group:
-            row = rows[tuple(response.input_ids[:max_length])]
-            ids = torch.tensor([response.input_ids[:max_length]])
-            out = model(ids, output_hidden_states=True)
-            wanted = torch.cat([out.hidden_states[layer + 1][0] for layer in TAPS], -1)
-            for ours, theirs in ((row["features"], wanted), (row["last_hidden"], out.hidden_states[-1][0])):
-                assert ours.dtype == torch.bfloat16
-                torch.testing.assert_close(ours.float(), theirs, rtol=2**-8, atol=1e-5)
-            own = torch.arange(ids.shape[1]) >= response.start
-            assert torch.equal(row["loss_mask"], own)
-            needed = torch.arange(ids.shape[1]) >= response.start - 1
-            assert row["log_total"].dtype == torch.float32
-            wanted = out.logits[0].logsumexp(-1) * needed
-            torch.testing.assert_close(row["log_total"], wanted, rtol=1e-5, atol=1e-5)
+def test_workers_together_reach_the_number_of_tokens(share, tmp_path):
+    first = share(0, 1, 40).own
+    assert first >= 40
+    parts = [share(rank, 2, first + 61) for rank in range(2)]
+    assert all(31 <= part.own < 31 + 3 * 3 * 12 for part in parts)
+    assert all(part.total == first + part.own and part.told[0] == first for part in parts)
+    assert [share(rank, 2, first + 61).rows for rank in range(2)] == [part.rows for part in parts]
+    merge_parts(tmp_path)
+    total = sum(len(r.input_ids) - r.start for r in read_responses(share.path))
+    assert total == first + parts[0].own + parts[1].own
+    assert share(1, 2, total).rows == []
 
 
-def test_short_answers_and_unfinished_shards_wait(model, small_shards, tmp_path):
-    answers = made_up(7)
-    few = [Response(f"few{n}", "chat", list(range(1, 19)), 5, True, False) for n in range(3)]  # 13 of their own
-    brief = Response("brief", "short", [1, 2, 3, 4, 5, 6, 7], 4, True, False)
-    briefer = Response("briefer", "short", [1, 2, 3, 4, 5, 6], 4, True, False)
-    shards = write_features(model, [*few, brief, briefer, *answers], tmp_path, TAPS)
-    assert len(shards) == 2
-    seen = {ids for shard in shards for ids in by_ids(shard)}
-    assert seen == {tuple(r.input_ids) for r in [brief, *answers]}
-    assert write_features(model, answers[:3], tmp_path / "few", TAPS) == []
+def test_workers_sample_with_seeds_of_their_own(share, monkeypatch):
+    seeds = []
+
+    def watched(*args, **kwargs):
+        seeds.append(kwargs["seed"])
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(responses, "generate", watched)
+    for rank in range(2):
+        share(rank, 2)
+    assert len(set(seeds)) == len(seeds) > 4
 
 
-def test_shards_that_exist_are_kept(model, small_shards, tmp_path, monkeypatch):
-    answers = made_up(11, held_out=(2, 3))
-    first = write_features(model, answers[:6], tmp_path, TAPS)
-    assert [s.name for s in first] == ["train-00000.safetensors", "held-out-00000.safetensors"]
-    before = {s: s.read_bytes() for s in first}
-    more = write_features(model, answers, tmp_path, TAPS)
-    assert [s.name for s in more][:2] == ["train-00000.safetensors", "train-00001.safetensors"]
-    assert all(s.read_bytes() == content for s, content in before.items())
-
-    def never(*_):
-        raise AssertionError("computed again")
-
-    monkeypatch.setattr(features, "_shard", never)
-    assert write_features(model, answers, tmp_path, TAPS) == more
+def test_a_workers_cut_part_is_continued(share, whole, tmp_path):
+    complete = [share(rank, 2).rows for rank in range(2)]
+    part = tmp_path / "responses.part-1.jsonl"
+    lines = part.read_bytes().splitlines(keepends=True)
+    part.write_bytes(b"".join(lines[:4]) + lines[4][:30])
+    assert share(1, 2).rows[:4] == complete[1][:4]
+    merge_parts(tmp_path)
+    assert_the_same(share.path, whole)
 
 
-def test_shards_of_other_layers_are_not_taken_for_these(model, small_shards, tmp_path):
-    """A folder of features for other taps must not be trained on in silence: the widths may well be the same."""
-    answers = made_up(4)
-    write_features(model, answers, tmp_path, [0, 1])
-    with pytest.raises(ValueError, match=r"train-00000\.safetensors"):
-        write_features(model, answers, tmp_path, [0, 2])
-
-
-@pytest.mark.parametrize("where", ["model", "disk"])
-def test_a_failure_leaves_no_half_shard(model, small_shards, tmp_path, monkeypatch, where):
-    answers = made_up(8)
-    calls = []
-    real_save, real_shard = features.save_file, features._shard
-
-    def fail(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == 2:
-            if where == "disk":
-                args[1].write_bytes(b"half")
-            raise OSError("no more")
-        return (real_save if where == "disk" else real_shard)(*args, **kwargs)
-
-    monkeypatch.setattr(features, "save_file" if where == "disk" else "_shard", fail)
-    with pytest.raises(OSError, match="no more"):
-        write_features(model, answers, tmp_path, TAPS)
-    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["train-00000.safetensors"]
-    shards = write_features(model, answers, tmp_path, TAPS)
-    assert len(shards) == 2
-    assert {ids for shard in shards for ids in by_ids(shard)} == {tuple(r.input_ids) for r in answers}
-
-
-def test_batches_are_padded_on_the_right(model, small_shards, tmp_path):
-    shards = write_features(model, made_up(8), tmp_path, TAPS)
-    store = FeatureStore(shards, together=3)
-    assert len(store) == 4  # 3 + 1 of each shard
-    sizes, seen = [], set()
-    for index in range(4):
-        batch = store[index]
-        sizes.append(len(batch.input_ids))
-        assert batch.input_ids.dtype == torch.int64 and batch.loss_mask.dtype == torch.bool
-        rows = by_ids(shards[index // 2])
-        width = max(batch.input_ids.shape[1], 1)
-        longest = 0
-        for row, ids in enumerate(batch.input_ids):
-            length = int(ids.count_nonzero())  # 0 is no token of these responses
-            longest = max(longest, length)
-            seen.add(tuple(ids[:length].tolist()))
-            stored = rows[tuple(ids[:length].tolist())]
-            for key, value in vars(batch).items():
-                assert torch.equal(value[row, :length], stored[key].to(value.dtype)), key
-                assert not value[row, length:].any(), key
-        assert longest == width
-    assert sizes == [3, 1, 3, 1]
-    assert len(seen) == 8
-    assert len(FeatureStore([])) == 0
-
-
-def test_token_counts(model, small_shards, tmp_path):
-    answers = made_up(8)
-    store = FeatureStore(write_features(model, answers, tmp_path, TAPS))
-    counts = Counter(token for r in answers for token in r.input_ids[r.start :])
-    assert store.token_counts(VOCABULARY).tolist() == [counts[token] for token in range(VOCABULARY)]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_reads_features_as_the_targets_distribution(model, make_draft, small_shards, tmp_path, dtype):
-    """The mass that ``log_total`` and ``last_hidden`` give the whole vocabulary is 1, but for the bf16 rounding."""
-    twin = type(model)(model.config).to(dtype).eval()
-    twin.load_state_dict(model.state_dict())
-    batch = FeatureStore(write_features(twin, made_up(4), tmp_path, TAPS))[0]
-    logits = torch.nn.functional.linear(batch.last_hidden.to(dtype), twin.lm_head.weight).float()
-    mass = (logits - batch.log_total[..., None]).exp().sum(-1)[batch.loss_mask]
-    assert (mass - 1).abs().max() < (1e-5 if dtype == torch.bfloat16 else 0.05)
-
-
-# --- all stages -------------------------------------------------------------------------------------------------------
-
-
-def test_collect_and_measure(model, tokenizer, make_draft, tmp_path, monkeypatch):
-    """Built-in prompts follow the user's own; features cover whole shards; follow-ups are not measured."""
-    monkeypatch.setattr(features, "HELD_OUT_SHARD", 1)
-    mine = tmp_path / "mine.jsonl"
-    mine.write_text("".join(json.dumps({"turns": [f"Question {n}?", "Why?"]}) + "\n" for n in range(520)))
-    draft = make_draft(model)
-    told = []
-    recipe = Recipe(tokens=2500, max_new_tokens=16)
-    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
-    train, held_out = collect(
-        model,
-        tokenizer,
-        tmp_path / "out",
-        recipe,
-        draft.config.target_layer_ids,
-        prompt_files=[mine],
-        on_progress=lambda *figures: told.append(figures),
-    )
-    rows = list(read_responses(tmp_path / "out" / "responses.jsonl"))
-    assert sum(len(r.input_ids) - r.start for r in rows) >= 2500
-    assert {stage for stage, _, _ in told} == {"responses", "features"}
-    assert len(train) >= 8 and len(held_out) == sum(r.held_out for r in rows)
-    ids = {tuple(r.input_ids) for r in rows if r.held_out}
-    for index in range(len(train)):
-        for row in train[index].input_ids.tolist():
-            assert not any(tuple(row[: len(other)]) == other for other in ids)
-    results = measure(model, draft, tmp_path / "out", per_domain=1)
-    saved = json.loads((tmp_path / "out" / "acceptance.json").read_text())
-    assert [one["prompts"] for one in saved] == [one.prompts for one in results]
-    first = [r for r in rows if r.held_out and "+" not in r.id]
-    assert results[-1].prompts == min(1, len(first)) and saved[-1]["tau"] == pytest.approx(results[-1].tau, nan_ok=True)
-
-
-@pytest.fixture
-def command(model, tokenizer, make_target, small_shards, tmp_path, monkeypatch):
-    """``dspark-fast train`` on a saved target; gives the exit status."""
-    pytest.importorskip("typer")
-    import matplotlib.figure
-
-    from dspark_fast.cli import main
-
-    folder = tmp_path / "target"
-    model.to(torch.float32).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    mine = tmp_path / "mine.jsonl"
-    # The shortest are answered first, so these held-out ones are.
-    chosen = [f"Q{n}" for n in range(300) if is_held_out(user(f"Q{n}"))]
-    chosen += [f"Question {n}?" for n in range(700)]
-    mine.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in chosen))
-    monkeypatch.setattr(features, "HELD_OUT_SHARD", 1)
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda self, path, **_: path.write_bytes(b"\x89PNG"))
-
-    def run(*arguments, out=tmp_path / "out"):
-        settings = {
-            "--model": folder, "--out": out, "--tokens": 900, "--max-new-tokens": 14, "--prompts": mine, "--layers": 1,
-            "--block-size": 3, "--rank": 4, "--taps": "2,0", "--steps": 4, "--sequences": 2, "--anchors": 4,
-            "--save-every": 2, "--evaluate-every": 2, "--per-domain": 1, "--vocabulary": 50,
-        }  # fmt: skip
-        settings.update(zip(arguments[::2], arguments[1::2]))
-        with pytest.raises(SystemExit) as ended:
-            main(["train", *[str(part) for pair in settings.items() for part in pair]])
-        return ended.value.code or 0
-
-    run.out = tmp_path / "out"
-    return run
-
-
-def steps_of(out):
-    return [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_train_on_the_command_line(command, model, tmp_path, monkeypatch):
-    assert command() == 0
-    out = command.out
-    assert steps_of(out) == [1, 2, 3, 4]
-    twin = type(model).from_pretrained(tmp_path / "target", dtype=torch.bfloat16)
-    draft = DSparkDraft.from_pretrained(out / "draft", target=twin)
-    assert (draft.config.block_size, draft.config.markov_rank, draft.config.target_layer_ids) == (3, 4, [0, 2])
-    ids = torch.tensor([[5, 6, 7]])
-    result = generate(twin, draft, ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
-    assert result.stats.rounds >= 1
-    card = (out / "draft" / "README.md").read_text()
-    tau = json.loads((out / "acceptance.json").read_text())[-1]["tau"]
-    assert f"| all | 1 | {tau:.2f} |" in card
-    assert (out / "loss.png").is_file()
-    with safe_open(out / "checkpoint.safetensors", framework="pt") as file:
-        assert file.metadata()["step"] == "4"
-
-    files = ["responses.jsonl", "metrics.jsonl", "draft/model.safetensors", "acceptance.json"]
-    files += sorted(str(path.relative_to(out)) for path in (out / "features").iterdir())
-    before = {name: (out / name).read_bytes() for name in files}
-
-    def never(*_):
-        raise AssertionError("trained again")
-
-    monkeypatch.setattr(Trainer, "_update", never)
-    monkeypatch.setattr(features, "_shard", never)
-    monkeypatch.setattr(responses, "_answer", never)
-    assert command() == 0
-    assert {name: (out / name).read_bytes() for name in files} == before
-
-
-@pytest.mark.parametrize("stage", ["responses", "features", "training"])
-def test_ctrl_c_leaves_what_the_next_run_goes_on_from(command, monkeypatch, stage):
-    owner, name, calls = {
-        "responses": (responses, "_answer", 1),
-        "features": (features, "_shard", 2),
-        "training": (Trainer, "_update", 3),
-    }[stage]
-    real, made = getattr(owner, name), []
+@pytest.mark.parametrize("where", ["in a part", "in a line", "before a removal"])
+def test_an_interrupted_merge_is_repeated_without_duplicates(share, whole, tmp_path, monkeypatch, where):
+    for rank in range(3):
+        share(rank, 3)
+    if where == "before a removal":
+        owner, name, left = Path, "unlink", [1]
+    else:
+        owner, name, left = responses, "_line", [len(whole.rows) // 2]
+    real = getattr(owner, name)
 
     def interrupted(*args):
-        made.append(args)
-        if len(made) > calls:
+        if not left[0]:
             raise KeyboardInterrupt
+        left[0] -= 1
         return real(*args)
 
     monkeypatch.setattr(owner, name, interrupted)
-    assert command() == 130
-    assert not (command.out / "draft").exists()
+    with pytest.raises(KeyboardInterrupt):
+        merge_parts(tmp_path)
     monkeypatch.setattr(owner, name, real)
-    assert command() == 0
-    assert steps_of(command.out) == [1, 2, 3, 4]
-    ids = [r.id for r in read_responses(command.out / "responses.jsonl")]
-    assert len(ids) == len(set(ids))
+    there = share.path.read_bytes()
+    assert there.count(b"\n") < len(whole.rows)
+    assert list(tmp_path.glob("responses.part-*"))
+    if where == "in a line":
+        share.path.write_bytes(there[:-20])
+    merge_parts(tmp_path)
+    assert not list(tmp_path.glob("responses.part-*"))
+    assert_the_same(share.path, whole)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--taps", "1,x"), "--taps is '1,x'"),
-        (("--prompts", "nowhere.jsonl"), "no such file: nowhere.jsonl"),
-        (("--tokens", 20, "--max-new-tokens", 2), "--tokens is too small"),
-    ],
-    ids=str,
-)
-def test_bad_arguments_are_named(command, capfd, arguments, message):
-    assert command(*arguments) == 2
-    assert message in " ".join(capfd.readouterr().err.replace("│", " ").split())
+@pytest.mark.parametrize(("before", "after", "merged"), [(4, 2, True), (2, 3, True), (3, 1, True), (3, 2, False)])
+def test_another_number_of_workers_goes_on(share, whole, tmp_path, monkeypatch, before, after, merged):
+    """No prompt is answered twice, if the parts of the run before are merged first; and none is kept twice, if not."""
+    kept = [row for rank in range(before) for row in share(rank, before, 50).rows]
+    assert 0 < len(kept) < len(whole.rows)
+    if merged:
+        merge_parts(tmp_path)
+        assert not list(tmp_path.glob("responses.part-*"))
+        asked, real = [], responses._answer
+        monkeypatch.setattr(
+            responses, "_answer", lambda *args: (asked.extend(prompt.id for prompt in args[2]), real(*args))[1]
+        )
+    for rank in range(after):
+        share(rank, after)
+    if merged:
+        unfinished = {row.id.split("+")[0] for row in whole.rows.values()} - {row.id.split("+")[0] for row in kept}
+        assert sorted(asked) == sorted(unfinished)
+    merge_parts(tmp_path)
+    assert not list(tmp_path.glob("responses.part-*"))
+    assert_the_same(share.path, whole)
 
 
-# --- whose answers a folder holds ---
-
-
-@pytest.mark.parametrize("kind", ["Granite", "Gemma2"])
-def test_a_target_that_changes_its_logits_behind_the_head_is_refused(kind):
-    torch.manual_seed(0)
-    geometry = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
-    geometry |= {"num_key_value_heads": 2, "vocab_size": 97, "initializer_range": 0.25, "tie_word_embeddings": False}
-    geometry |= {"logits_scaling": 8.0} if kind == "Granite" else {"final_logit_softcapping": 2.0, "head_dim": 16}
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**geometry)).eval()
-    with pytest.raises(ValueError, match=f"{kind}ForCausalLM changes its logits"):
-        check_head(model)
-
-
-@pytest.mark.parametrize("kind", ["Qwen3", "Llama", "Qwen2", "Gemma"])
-def test_a_target_whose_logits_are_its_heads_is_not(kind, make_target):
-    check_head(make_target(kind))
+# --- whose answers a folder holds -------------------------------------------------------------------------------------
 
 
 def test_a_folder_of_another_targets_answers_is_refused(make_target, tmp_path):

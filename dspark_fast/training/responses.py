@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from dspark_fast.generation import generate
-from dspark_fast.training.prompts import Prompt, is_held_out
+from dspark_fast.training.prompts import Prompt, is_held_out, repeats_held_out
+from dspark_fast.training.workers import Workers
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ def generate_responses(
     temperature: float = 0.7,
     top_p: float = 0.8,
     seed: int = 0,
+    workers: Workers | None = None,
     on_progress: Callable[[int], None] = lambda tokens: None,
 ) -> int:
     """Answer prompts with the target until ``tokens`` answer tokens are on disk; continues an interrupted file.
@@ -64,27 +66,58 @@ def generate_responses(
         max_new_tokens: per answer.
         temperature, top_p: of the sampled quarter.
         seed: of the sampling.
-        on_progress: told the number of answer tokens on disk.
+        workers: processes that answer a share of the prompts each, chosen by hash; each writes a part of its own beside
+            ``path`` (see :func:`merge_parts`), until its part has its share of what is missing.
+        on_progress: told the number of answer tokens on disk, of this worker's part if there are several.
 
     Returns:
         Answer tokens on disk.
     """
-    done = {response.id: len(response.input_ids) - response.start for response in read_responses(path, repair=True)}
+    workers = workers or Workers()
+    done = _token_counts(path, repair=workers.count == 1)
     total = sum(done.values())
+    if workers.count > 1:
+        prompts = (prompt for prompt in prompts if _digest(prompt, "worker") % workers.count == workers.rank)
+        tokens = total + -(-max(tokens - total, 0) // workers.count)
+        path = path.with_name(f"{path.stem}.part-{workers.rank}{path.suffix}")
+        part = _token_counts(path, repair=True)
+        done, total = done | part, total + sum(part.values())
     on_progress(total)
     with path.open("a", encoding="utf-8") as file:
         for group in _batches(prompts, done, batch_size):
             if total >= tokens:
                 break
-            for response in _answer(model, tokenizer, group, max_new_tokens, temperature, top_p, seed + total):
+            number = seed + total + workers.rank * 2**40
+            for response in _answer(model, tokenizer, group, max_new_tokens, temperature, top_p, number):
                 if response.id in done:  # a prompt given twice, or one whose follow-up an interruption cut off
                     continue
                 done[response.id] = len(response.input_ids) - response.start
-                file.write(json.dumps(asdict(response), separators=(",", ":")) + "\n")
+                file.write(_line(response))
                 total += len(response.input_ids) - response.start
             file.flush()
             on_progress(total)
     return total
+
+
+def merge_parts(folder: Path) -> None:
+    """Append the workers' parts to ``responses.jsonl`` and remove them; done again after an interruption, once only."""
+    path = folder / "responses.jsonl"
+    done = _token_counts(path, repair=True)
+    for part in sorted(folder.glob("responses.part-*.jsonl")):
+        with path.open("a", encoding="utf-8") as file:
+            for response in read_responses(part):
+                if response.id not in done:
+                    done[response.id] = 0
+                    file.write(_line(response))
+        part.unlink()
+
+
+def _token_counts(path: Path, repair: bool) -> dict[str, int]:
+    return {response.id: len(response.input_ids) - response.start for response in read_responses(path, repair=repair)}
+
+
+def _line(response: Response) -> str:
+    return json.dumps(asdict(response), separators=(",", ":")) + "\n"
 
 
 def read_responses(path: Path, *, repair: bool = False) -> Iterator[Response]:
@@ -108,7 +141,11 @@ def read_responses(path: Path, *, repair: bool = False) -> Iterator[Response]:
 
 
 def _is_greedy(prompt: Prompt) -> bool:
-    return hashlib.sha256(prompt.id.encode()).digest()[0] % 4 != 0
+    return _digest(prompt) % 4 != 0
+
+
+def _digest(prompt: Prompt, salt: str = "") -> int:
+    return hashlib.sha256((salt + prompt.id).encode()).digest()[0]
 
 
 def _batches(prompts: Iterable[Prompt], done: dict[str, int], size: int) -> Iterator[list[Prompt]]:
@@ -120,6 +157,8 @@ def _batches(prompts: Iterable[Prompt], done: dict[str, int], size: int) -> Iter
     waiting: dict[tuple[bool, bool], list[Prompt]] = {}
     for prompt in prompts:
         if (f"{prompt.id}+{len(prompt.follow_ups)}" if prompt.follow_ups else prompt.id) in done:
+            continue
+        if repeats_held_out(prompt):
             continue
         group = waiting.setdefault((_is_greedy(prompt), prompt.domain == "short"), [])
         group.append(prompt)

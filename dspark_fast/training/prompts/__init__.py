@@ -7,6 +7,7 @@ from dspark_fast.training.prompts.prompt import (
     is_excluded,
     is_held_out,
     make_prompt,
+    repeats_held_out,
 )
 from dspark_fast.training.prompts.reading import read_prompts
 from dspark_fast.training.prompts.stream import SHARES, training_prompts
@@ -18,6 +19,7 @@ __all__ = [
     "SHARES",
     "read_prompts",
     "is_held_out",
+    "repeats_held_out",
     "HELD_OUT_SHARE",
     "is_excluded",
     "EXCLUSIONS",

@@ -48,6 +48,12 @@ def is_held_out(prompt: Prompt) -> bool:
     return number < HELD_OUT_SHARE * 16**12
 
 
+def repeats_held_out(prompt: Prompt) -> bool:
+    """Whether the prompt is not held out, but is the same question under a system message as one that is."""
+    bare = tuple(message for message in prompt.messages if message["role"] != "system")
+    return not is_held_out(prompt) and is_held_out(make_prompt(prompt.domain, bare))
+
+
 def is_excluded(text: str) -> bool:
     """Whether the text is one of the demonstration prompts that stay unseen, or close to one."""
     return any(pattern.search(text) for pattern in EXCLUSIONS)
