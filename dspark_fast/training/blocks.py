@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from dspark_fast.draft import DSparkDraft
 from dspark_fast.reference.layers import rotate
+
+# run_blocks(draft, input_ids, features, anchors, valid) -> hidden; see run_blocks
+RunBlocks = Callable[[DSparkDraft, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# attend(q [B, A*T, Hq, D], context_k, context_v [B, L, Hkv, D], k, v [B, A*T, Hkv, D]) -> [B, A*T, Hq, D]
+BlockAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def sample_anchors(
@@ -54,7 +61,13 @@ def block_labels(
 
 
 def run_blocks(
-    draft: DSparkDraft, input_ids: torch.Tensor, features: torch.Tensor, anchors: torch.Tensor, valid: torch.Tensor
+    draft: DSparkDraft,
+    input_ids: torch.Tensor,
+    features: torch.Tensor,
+    anchors: torch.Tensor,
+    valid: torch.Tensor,
+    *,
+    flex: bool | None = None,
 ) -> torch.Tensor:
     """Hidden states of every block, as generation would compute them one by one.
 
@@ -65,15 +78,14 @@ def run_blocks(
         input_ids: int64 ``[B, L]``.
         features: ``[B, L, m*H]``, the target's taps.
         anchors: int64 ``[B, A]``; valid: bool ``[B, A]`` (an invalid block is all masks and sees no context).
+        flex: whether attention is ``flex_attention``, which never holds the scores; None takes it on a GPU.
 
     Returns:
         ``[B, A, T, H]``, final-normed.
     """
     config = draft.config
     batch, length = input_ids.shape
-    count, block, dim = anchors.shape[1], config.block_size, config.head_dim
-    kv_heads, groups = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
-
+    count, block = anchors.shape[1], config.block_size
     ids = input_ids.new_full((batch, count, block), config.mask_token_id)
     ids[..., 0] = torch.where(valid, input_ids.gather(1, anchors), config.mask_token_id)
     positions = (anchors[..., None] + torch.arange(block, device=anchors.device)).flatten(1)
@@ -81,26 +93,73 @@ def run_blocks(
     steps = torch.arange(length, device=anchors.device)
     context_angles = draft.rotary_emb(context, steps[None].expand(batch, -1))
     block_angles = draft.rotary_emb(context, positions)
-    sees = (steps < anchors[..., None]) & valid[..., None]  # [B, A, L]
-    hidden_context = torch.zeros(sees.shape, dtype=torch.float32, device=anchors.device).masked_fill(~sees, -torch.inf)
-    hidden_context = hidden_context[:, None, None, :, None]  # [B, 1, 1, A, 1, L]
+    flex = anchors.device.type == "cuda" if flex is None else flex
+    attention = (flex_blocks if flex else split_blocks)(length, anchors, valid, block)
 
     def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        attention = draft.layers[index].self_attn
-        context_k, context_v = attention.keys_values(context)
-        context_k = rotate(attention.k_norm(context_k), *context_angles).permute(0, 2, 3, 1)[:, :, None]  # [B,K,1,D,L]
+        module = draft.layers[index].self_attn
+        context_k, context_v = module.keys_values(context)
+        context_k = rotate(module.k_norm(context_k), *context_angles)
+        return attention(q, context_k, context_v, rotate(module.k_norm(k), *block_angles), v)
+
+    hidden = draft(ids.flatten(1), positions, attend)
+    return hidden.view(batch, count, block, -1)
+
+
+def split_blocks(length: int, anchors: torch.Tensor, valid: torch.Tensor, block: int) -> BlockAttention:
+    """Attention in two products, context and own block, under one softmax: no score between two blocks is computed.
+
+    Holds the scores, fp32 ``[B, Hq, A*T, L + T]``: right where sequences are short, as on a CPU.
+    """
+    batch, count = anchors.shape
+    sees = (torch.arange(length, device=anchors.device) < anchors[..., None]) & valid[..., None]  # [B, A, L]
+    unseen = torch.zeros(sees.shape, dtype=torch.float32, device=anchors.device).masked_fill(~sees, -torch.inf)
+    unseen = unseen[:, None, None, :, None]  # [B, 1, 1, A, 1, L]
+
+    def attend(
+        q: torch.Tensor, context_k: torch.Tensor, context_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        kv_heads, dim = v.shape[2:]
+        groups = q.shape[2] // kv_heads
+        context_k = context_k.permute(0, 2, 3, 1)[:, :, None]  # [B,K,1,D,L]
         context_v = context_v.transpose(1, 2)[:, :, None]  # [B,K,1,L,D]
-        k = rotate(attention.k_norm(k), *block_angles)
         q = q.view(batch, count * block, kv_heads, groups, dim).permute(0, 2, 3, 1, 4) * dim**-0.5  # [B,K,G,A*T,D]
         k = k.view(batch, count, block, kv_heads, dim).permute(0, 3, 1, 4, 2)[:, :, None]  # [B,K,1,A,D,T]
         v = v.view(batch, count, block, kv_heads, dim).permute(0, 3, 1, 2, 4)[:, :, None]  # [B,K,1,A,T,D]
-
         split = (batch, kv_heads, groups, count, block)
-        to_context = (q @ context_k).float().view(*split, length) + hidden_context
+        to_context = (q @ context_k).float().view(*split, length) + unseen
         to_block = (q.reshape(*split, dim) @ k).float()
         weights = torch.cat([to_context, to_block], dim=-1).softmax(-1).to(v.dtype)
         out = (weights[..., :length].flatten(3, 4) @ context_v).view(*split, dim) + weights[..., length:] @ v
         return out.permute(0, 3, 4, 1, 2, 5).reshape(batch, count * block, kv_heads * groups, dim)
 
-    hidden = draft(ids.flatten(1), positions, attend)
-    return hidden.view(batch, count, block, -1)
+    return attend
+
+
+def flex_blocks(length: int, anchors: torch.Tensor, valid: torch.Tensor, block: int) -> BlockAttention:
+    """The same by ``flex_attention`` over context and blocks in one row of keys: tiles that no query sees are skipped.
+
+    To be compiled (the trainer does): uncompiled it holds the scores of every block with every other.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    batch, count = anchors.shape
+
+    def sees(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        of = query // block
+        # an anchor stands inside the sequence, so "before it" is never one of the blocks' keys
+        return ((key < anchors[b, of]) & valid[b, of]) | ((key >= length) & ((key - length) // block == of))
+
+    tokens = count * block
+    mask = create_block_mask(sees, batch, None, tokens, length + tokens, device=anchors.device)
+
+    def attend(
+        q: torch.Tensor, context_k: torch.Tensor, context_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        # rotation leaves q and k in fp32; one dtype for all, that of the values, as the cache has it when generating
+        keys = torch.cat([context_k, k], dim=1).to(v.dtype).transpose(1, 2)
+        values = torch.cat([context_v, v], dim=1).transpose(1, 2)
+        q = q.to(v.dtype).transpose(1, 2)
+        return flex_attention(q, keys, values, block_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    return attend

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ import torch
 
 from dspark_fast.config import DSparkConfig
 from dspark_fast.draft import DSparkDraft
-from dspark_fast.training.evaluate import Acceptance, measure_acceptance
-from dspark_fast.training.features import FeatureStore, check_head, write_features
+from dspark_fast.training.evaluate import Acceptance, held_out_prompts, measure_acceptance, with_mean
+from dspark_fast.training.features import Batches, CachedFeatures, LiveFeatures, check_head, write_features
 from dspark_fast.training.initialise import initialise_from_target
 from dspark_fast.training.prompts import Prompt, read_prompts, training_prompts
-from dspark_fast.training.responses import generate_responses, read_responses
+from dspark_fast.training.responses import Response, generate_responses, merge_parts, read_responses
 from dspark_fast.training.trainer import Trainer, TrainSettings
+from dspark_fast.training.workers import Workers
 
 # on_progress(stage, done, of): `of` is 0 where the stage has no known end
 OnProgress = Callable[[str, int, int], None]
@@ -34,6 +35,7 @@ class Recipe:
         max_new_tokens: per answer.
         shape: overrides of the drafter's configuration (``num_hidden_layers``, ``block_size``, ``markov_rank``, ...).
         initialise: ``target`` begins as the target's last layers where their shapes allow, ``random`` as the authors.
+        live: run the target for every batch instead of keeping its states on disk.
         train: of the optimisation.
         seed: of the prompts' order, the sampling and the initial weights.
     """
@@ -42,6 +44,7 @@ class Recipe:
     max_new_tokens: int = 192
     shape: dict[str, Any] = field(default_factory=dict)
     initialise: str = "target"
+    live: bool = False
     train: TrainSettings = field(default_factory=TrainSettings)
     seed: int = 0
 
@@ -55,8 +58,9 @@ def collect(
     *,
     prompt_files: Sequence[Path] = (),
     gsm8k: Path | None = None,
+    workers: Workers | None = None,
     on_progress: OnProgress = lambda stage, done, of: None,
-) -> tuple[FeatureStore, FeatureStore]:
+) -> tuple[Batches, Batches]:
     """Stages 1 and 2: responses and their features, both kept in ``folder`` and continued if half done.
 
     Args:
@@ -66,40 +70,68 @@ def collect(
         layer_ids: the tapped layers.
         prompt_files: the user's own prompts as JSONL; read first, the built-in ones after.
         gsm8k: GSM8K training questions as JSONL, mixed into the built-in prompts.
+        workers: processes that share the answering; the features are then the first one's work, or everyone's if live.
+        on_progress: told the stage, what is done and of how much.
 
     Returns:
         Features to train on, and those held out.
     """
+    workers = workers or Workers()
     check_head(model)
-    remember(folder, model, recipe)
-    path = folder / "responses.jsonl"
+    if workers.first:
+        made_for = remember(folder, model, recipe)
+        merge_parts(folder)
+    workers.wait()
     prompts: Iterable[Prompt] = chain(*map(read_prompts, prompt_files), training_prompts(recipe.seed, gsm8k))
     generate_responses(
         model,
         tokenizer,
         prompts,
-        path,
+        folder / "responses.jsonl",
         tokens=recipe.tokens,
         max_new_tokens=recipe.max_new_tokens,
         seed=recipe.seed,
+        workers=workers,
         on_progress=lambda done: on_progress("responses", done, recipe.tokens),
     )
-    responses = list(read_responses(path))
-    shards = write_features(
-        model,
-        responses,
-        folder / "features",
-        layer_ids,
-        on_progress=lambda done: on_progress("features", done, len(responses)),
-    )
-    train = [shard for shard in shards if shard.name.startswith("train")]
-    held_out = [shard for shard in shards if shard.name.startswith("held-out")]
+    workers.wait()
+    if workers.first:
+        merge_parts(folder)
+    workers.wait()
+    responses = list(read_responses(folder / "responses.jsonl"))
+    parts = {chosen: [r for r in responses if r.held_out == chosen] for chosen in (False, True)}
     together = recipe.train.sequences
-    return FeatureStore(train, together), FeatureStore(held_out, together)
+    if recipe.live:
+        train, held_out = (_live(model, parts[chosen], layer_ids, recipe) for chosen in (False, True))
+        return Batches(train, together), Batches(held_out, together)
+    done = 0
+    for chosen, name in ((True, "held-out"), (False, "train")):
+        if workers.first:
+            write_features(
+                model,
+                parts[chosen],
+                folder / "features" / name,
+                layer_ids,
+                top_tokens=recipe.train.top_tokens,
+                made_for=made_for,
+                on_progress=lambda n, before=done: on_progress("features", before + n, len(responses)),
+            )
+        done += len(parts[chosen])
+    workers.wait()
+    train, held_out = (CachedFeatures(folder / "features" / name) for name in ("train", "held-out"))
+    return Batches(train, together), Batches(held_out, together)
 
 
-def remember(folder: Path, model: Any, recipe: Recipe) -> None:
+def _live(model: Any, responses: list[Response], layer_ids: Sequence[int], recipe: Recipe) -> LiveFeatures:
+    whole = not 0 < recipe.train.vocabulary < model.get_output_embeddings().weight.shape[0]
+    return LiveFeatures(model, responses, layer_ids, top_tokens=recipe.train.top_tokens, log_total=not whole)
+
+
+def remember(folder: Path, model: Any, recipe: Recipe) -> dict[str, Any]:
     """Note in ``run.json`` whose answers the folder holds; a folder of other answers is refused.
+
+    Returns:
+        What names the target: its configuration's name, its class and a hash of some of its weights.
 
     Raises:
         ValueError: naming what differs, with both values.
@@ -119,6 +151,11 @@ def remember(folder: Path, model: Any, recipe: Recipe) -> None:
                 raise ValueError(f"{folder} holds answers with {key} {theirs.get(key)}, asked for is {value}")
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(ours, indent=2) + "\n", encoding="utf-8")
+    return {
+        "target_model_name_or_path": getattr(model.config, "_name_or_path", ""),
+        "target_class": ours["target"],
+        "target_weights": ours["weights"],
+    }
 
 
 def fresh_draft(model: Any, recipe: Recipe, sample: torch.Tensor) -> DSparkDraft:
@@ -139,35 +176,37 @@ def fresh_draft(model: Any, recipe: Recipe, sample: torch.Tensor) -> DSparkDraft
 def train_draft(
     model: Any,
     draft: DSparkDraft,
-    train: FeatureStore,
-    held_out: FeatureStore,
+    train: Batches,
+    held_out: Batches,
     folder: Path,
     recipe: Recipe,
     *,
     on_step: Callable[[dict[str, Any]], None] = lambda metrics: None,
+    workers: Workers | None = None,
 ) -> DSparkDraft:
     """Stage 3: optimise, write the drafter to ``folder / "draft"`` in bf16, and return it in the target's dtype."""
-    Trainer(draft, train, held_out, folder, recipe.train, on_step).run()
+    workers = workers or Workers()
+    Trainer(draft, train, held_out, folder, recipe.train, on_step, workers).run()
     draft.requires_grad_(False).eval().to(torch.bfloat16)
-    draft.save_pretrained(folder / "draft")
+    if workers.first:
+        draft.save_pretrained(folder / "draft")
     return draft.to(model.dtype)
 
 
 def measure(
     model: Any,
+    tokenizer: Any,
     draft: DSparkDraft,
     folder: Path,
     *,
-    per_domain: int = 8,
+    per_domain: int = 16,
     on_progress: OnProgress = lambda stage, done, of: None,
 ) -> list[Acceptance]:
-    """Stage 4: greedy acceptance length on held-out prompts, written to ``acceptance.json``."""
-
-    def held_out() -> Iterator[Any]:
-        return (r for r in read_responses(folder / "responses.jsonl") if r.held_out and "+" not in r.id)
-
+    """Stage 4: greedy acceptance length on the built-in held-out prompts, written to ``acceptance.json``."""
+    prompts = held_out_prompts(tokenizer, per_domain)
     results = measure_acceptance(
-        model, draft, held_out(), per_domain=per_domain, on_progress=lambda done: on_progress("measure", done, 0)
+        model, draft, prompts, on_progress=lambda done: on_progress("measure", done, len(prompts))
     )
-    (folder / "acceptance.json").write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
+    rows = [result.to_dict() for result in with_mean(results)]
+    (folder / "acceptance.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     return results

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from torch import nn
 
 from dspark_fast.draft import DSparkDraft
-from dspark_fast.training.blocks import sample_anchors
-from dspark_fast.training.features import FeatureStore, Sequences
-from dspark_fast.training.loss import Loss, LossWeights, Vocabulary, dspark_loss
-
-# What of a drafter's configuration a checkpoint belongs to
-SHAPE = (
-    "num_hidden_layers", "hidden_size", "vocab_size", "block_size", "mask_token_id", "target_layer_ids", "markov_rank",
-    "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
-)  # fmt: skip
+from dspark_fast.training import checkpoints
+from dspark_fast.training.blocks import run_blocks, sample_anchors
+from dspark_fast.training.features import Batches, Sequences
+from dspark_fast.training.loss import Labels, Loss, LossWeights, Vocabulary, dspark_loss, make_labels
+from dspark_fast.training.metrics import Tally, best_so_far, finite
+from dspark_fast.training.workers import Workers
 
 
 @dataclass(frozen=True)
@@ -35,61 +33,120 @@ class TrainSettings:
         steps: optimiser steps; the cosine ends there.
         learning_rate: peak.
         warm_up: share of the steps.
-        sequences: per step (512 in the paper).
+        sequences: per batch.
+        accumulate: batches per step (the paper's step has 512 sequences).
         anchors: per sequence (512 in the paper).
         clip: gradient norm.
         loss: weights of the terms.
         vocabulary: take the loss over so many most frequent tokens, 0 for all; see
             :class:`~dspark_fast.training.loss.Vocabulary`.
+        top_tokens: take the target's distribution from its so many largest probabilities, the rest being one mass; 0
+            takes the whole of it.
         heads_only: train the Markov and confidence heads alone.
         seed: of the order of the data and of the anchors.
         save_every, evaluate_every: steps.
+        patience: stop after so many evaluations without a better held-out acceptance length, 0 never.
+        compile: compile the drafter's pass; None does on a GPU.
     """
 
     steps: int = 4000
     learning_rate: float = 6e-4
     warm_up: float = 0.04
     sequences: int = 8
+    accumulate: int = 1
     anchors: int = 48
     clip: float = 1.0
     loss: LossWeights = field(default_factory=LossWeights)
     vocabulary: int = 8192
+    top_tokens: int = 0
     heads_only: bool = False
     seed: int = 42
     save_every: int = 200
     evaluate_every: int = 200
+    patience: int = 0
+    compile: bool | None = None
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """One batch of a step, with its anchors and labels."""
+
+    sequences: Sequences
+    anchors: torch.Tensor
+    valid: torch.Tensor
+    labels: Labels
+
+
+class Objective(nn.Module):
+    """The loss of one batch as a module, which is what DistributedDataParallel wraps."""
+
+    def __init__(self, draft: DSparkDraft, weights: LossWeights, vocabulary: Vocabulary | None, compiled: bool) -> None:
+        super().__init__()
+        self.draft, self.weights, self.vocabulary = draft, weights, vocabulary
+        self.run = torch.compile(run_blocks, dynamic=True) if compiled else run_blocks
+
+    def forward(self, batch: _Batch, totals: torch.Tensor) -> Loss:
+        sequences = batch.sequences
+        # bf16 products with fp32 weights: 4 times fp32 on a CPU that has them, and what the authors train with.
+        with torch.autocast(sequences.input_ids.device.type, dtype=torch.bfloat16):
+            return dspark_loss(
+                self.draft,
+                sequences.input_ids,
+                sequences.features,
+                sequences.last_hidden,
+                sequences.loss_mask,
+                batch.anchors,
+                batch.valid,
+                weights=self.weights,
+                vocabulary=self.vocabulary,
+                log_total=sequences.log_total,
+                top_tokens=sequences.top_tokens,
+                top_probs=sequences.top_probs,
+                labels=batch.labels,
+                totals=totals,
+                run=self.run,
+            )
 
 
 class Trainer:
-    """Trains a drafter on feature shards.
+    """Trains a drafter on batches of features.
 
-    Everything random is a function of (seed, step), so a run that was stopped and resumed on the same shards has the
-    losses of one that was not; on other shards, or with other frozen weights, it is refused.
+    Everything random is a function of (seed, number of the batch), so a run that was stopped and resumed on the same
+    responses has the losses of one that was not; on other ones, or with other frozen weights, it is refused. Batches
+    are numbered through steps, workers and accumulation alike: W workers that accumulate A batches take the steps of
+    one worker that accumulates W*A, but for the rounding of sums.
 
     Args:
         draft: joined to its target, fp32.
         train, held_out: features; ``held_out`` may be empty.
-        folder: of ``metrics.jsonl`` and the checkpoint.
+        folder: of ``metrics.jsonl`` and the checkpoint; only the first worker writes.
         settings: see :class:`TrainSettings`.
         on_step: told each step's metrics.
+        workers: the processes of this run; this one alone if None.
+
+    Raises:
+        ValueError: nothing to train on or nothing to train; top tokens wanted that the features lack.
     """
 
     def __init__(
         self,
         draft: DSparkDraft,
-        train: FeatureStore,
-        held_out: FeatureStore,
+        train: Batches,
+        held_out: Batches,
         folder: Path,
         settings: TrainSettings,
-        on_step: Callable[[dict[str, float]], None] = lambda metrics: None,
+        on_step: Callable[[dict[str, Any]], None] = lambda metrics: None,
+        workers: Workers | None = None,
     ) -> None:
         if not len(train):
             raise ValueError("there are no features to train on")
         self.draft = draft
-        self.train_store, self.held_out = train, held_out
+        self.train_batches, self.held_out = train, held_out
         self.folder, self.settings = folder, settings
         self.on_step = on_step
+        self.workers = workers or Workers()
         self.step = 0
+        self._reading = Lock()
         heads = ("markov_head.", "confidence_head.")
         self.parameters = {
             name: parameter
@@ -106,67 +163,123 @@ class Trainer:
             parameter.requires_grad_(True)
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=settings.learning_rate, weight_decay=0.0)
         self.vocabulary = self._vocabulary()
+        compiled = draft.device.type == "cuda" if settings.compile is None else settings.compile
+        self.objective = Objective(draft, settings.loss, self.vocabulary, compiled)
+        self.replica = self.workers.wrap(self.objective)
 
     def run(self) -> None:
-        """Train to the last step, from the checkpoint in the folder if there is one."""
+        """Train to the last step (or until ``patience`` is out), from the checkpoint in the folder if there is one.
+
+        At the end the drafter has the weights of the evaluation with the best held-out acceptance length where
+        ``patience`` is set, else the last ones.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.resume()
+        history = checkpoints.resume(self)
         start, blocks = time.perf_counter(), 0
-        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as log:
-            while self.step < self.settings.steps:
-                loss, norm = self._update()
-                blocks += int(loss.counted[..., 0].sum())
+        batches = self._batches(self.step)
+        log = (self.folder / "metrics.jsonl").open("a", encoding="utf-8") if self.workers.first else None
+        try:
+            while self.step < self.settings.steps and "stopped" not in (history[-1] if history else {}):
+                tally, norm = self._update(next(batches))
+                blocks += tally.blocks
                 metrics = {
                     "step": self.step,
                     "learning_rate": self._learning_rate(self.step),
                     "gradient_norm": norm,
                     "blocks_per_second": blocks / (time.perf_counter() - start),
-                    **describe(loss),
+                    **tally.means(),
                 }
                 if len(self.held_out) and self.step % self.settings.evaluate_every == 0:
                     metrics["held_out"] = self.evaluate()
-                log.write(json.dumps(_finite(metrics)) + "\n")
-                log.flush()
+                    metrics |= self._judge([*history, metrics])
+                metrics = finite(metrics)
+                history.append({key: metrics[key] for key in ("step", "held_out", "stopped") if key in metrics})
+                if log is not None:
+                    log.write(json.dumps(metrics) + "\n")
+                    log.flush()
                 self.on_step(metrics)
-                if self.step % self.settings.save_every == 0 or self.step == self.settings.steps:
-                    self.save()
+                over = self.step == self.settings.steps or "stopped" in metrics
+                if log is not None and (self.step % self.settings.save_every == 0 or over):
+                    checkpoints.save(self)
+        finally:
+            batches.close()
+            if log is not None:
+                log.close()
+        if self.settings.patience:
+            checkpoints.load_best(self)
 
-    def _update(self) -> tuple[Loss, float]:
+    def _judge(self, history: list[dict[str, Any]]) -> dict[str, Any]:
+        """Keep the weights of the best evaluation; say so if patience is out."""
+        if not self.settings.patience:
+            return {}
+        best, since = best_so_far(history)
+        if since == 0 and self.workers.first:
+            checkpoints.save_best(self)
+        # the first one decides: another's rounding could leave it waiting for those that stopped
+        over = torch.tensor(float(self.workers.first and since >= self.settings.patience), device=self.draft.device)
+        return {"stopped": f"no better held-out tau since step {best}"} if self.workers.sum(over) else {}
+
+    def _update(self, batches: list[_Batch]) -> tuple[Tally, float]:
+        """One step over this worker's batches."""
         self.draft.train()
-        loss = self._loss(self._batch(self.step), generator=torch.Generator().manual_seed(self._number(self.step)))
+        totals = self.workers.sum(torch.stack([batch.labels.totals() for batch in batches]).sum(0))
+        tally = Tally(self.draft.config.block_size)
         self.optimizer.zero_grad(set_to_none=True)
-        loss.total.backward()
+        for number, batch in enumerate(batches):
+            with self.workers.synchronised(self.replica, number == len(batches) - 1):
+                loss = self.replica(batch, totals)
+                # the wrapper takes the mean over workers, the totals are already those of all
+                (loss.total * self.workers.count).backward()
+            tally.add(loss)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.clip).item()
         self.step += 1
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(self.step)
         self.optimizer.step()
-        return loss, norm
+        return tally.over(self.workers), norm
 
-    def _loss(self, batch: Sequences, generator: torch.Generator) -> Loss:
-        device = self.draft.device
-        anchors, valid = sample_anchors(batch.loss_mask, self.settings.anchors, generator)
-        # bf16 products with fp32 weights: 4 times fp32 on a CPU that has them, and what the authors train with.
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            return dspark_loss(
-                self.draft,
-                batch.input_ids.to(device),
-                batch.features.to(device),
-                batch.last_hidden.to(device),
-                batch.loss_mask.to(device),
-                anchors.to(device),
-                valid.to(device),
-                weights=self.settings.loss,
-                vocabulary=self.vocabulary,
-                log_total=batch.log_total.to(device),
-            )
+    def _batches(self, step: int) -> Iterator[list[_Batch]]:
+        """This worker's batches of each step; the next step's are read from disk while this one computes."""
+        with ThreadPoolExecutor(1) as reader:
+            ahead = reader.submit(self._batches_of, step)
+            for later in count(step + 1):
+                batches, ahead = ahead.result(), reader.submit(self._batches_of, later)
+                yield batches
 
-    def _batch(self, step: int) -> Sequences:
-        """The batch of a step: a fresh permutation of the data each epoch."""
-        per_epoch = len(self.train_store)
-        epoch, index = divmod(step, per_epoch)
+    def _batches_of(self, step: int) -> list[_Batch]:
+        each, workers = self.settings.accumulate, self.workers
+        first = (step * workers.count + workers.rank) * each
+        return [self._batch(number) for number in range(first, first + each)]
+
+    def _batch(self, number: int) -> _Batch:
+        """The batch of a number: a fresh permutation of the data each epoch."""
+        per_epoch = len(self.train_batches)
+        epoch, index = divmod(number, per_epoch)
         order = torch.randperm(per_epoch, generator=torch.Generator().manual_seed(self._number(epoch) + 1))
-        return self.train_store[int(order[index])]
+        return self._prepare(self._read(self.train_batches, int(order[index])), self._number(number))
+
+    def _read(self, batches: Batches, index: int) -> Sequences:
+        """One batch at a time: two passes of a live target at once would find each other's states in their taps."""
+        with self._reading:
+            return batches[index]
+
+    def _prepare(self, sequences: Sequences, seed: int) -> _Batch:
+        """Choose anchors and make labels; on the drafter's device."""
+        anchors, valid = sample_anchors(
+            sequences.loss_mask.cpu(), self.settings.anchors, torch.Generator().manual_seed(seed)
+        )
+        sequences = sequences.to(self.draft.device, top_tokens=self.settings.top_tokens)
+        anchors, valid = anchors.to(self.draft.device), valid.to(self.draft.device)
+        labels = make_labels(
+            sequences.input_ids,
+            sequences.loss_mask,
+            anchors,
+            valid,
+            self.draft.config.block_size,
+            self.settings.loss.decay,
+            self.vocabulary,
+        )
+        return _Batch(sequences, anchors, valid, labels)
 
     def _number(self, counter: int) -> int:
         return self.settings.seed * 1_000_003 + 2 * counter
@@ -182,107 +295,16 @@ class Trainer:
         size, wanted = self.draft.config.vocab_size, self.settings.vocabulary
         if not 0 < wanted < size:
             return None
-        counts = self.train_store.token_counts(size)
+        counts = self.train_batches.token_counts(size)
         ids = counts.topk(wanted).indices.sort().values
         return Vocabulary(ids.to(self.draft.device), size)
 
     @torch.no_grad()
     def evaluate(self, batches: int = 8) -> dict[str, Any]:
-        """The losses on held-out features, always the same anchors."""
+        """The losses on held-out features, always the same anchors; every worker computes the same."""
         self.draft.eval()
-        found = []
+        tally = Tally(self.draft.config.block_size)
         for index in range(min(batches, len(self.held_out))):
-            found.append(describe(self._loss(self.held_out[index], torch.Generator().manual_seed(index))))
-        return {key: _mean([one[key] for one in found]) for key in found[0]}
-
-    # --- checkpoints ------------------------------------------------------------------------------------------------
-
-    def save(self) -> None:
-        """Write weights, optimiser state and position; aside first, then moved, so that there is always a whole one."""
-        tensors = {f"weight.{name}": parameter.detach() for name, parameter in self.parameters.items()}
-        for name, parameter in self.parameters.items():
-            state = self.optimizer.state[parameter]
-            tensors[f"mean.{name}"], tensors[f"square.{name}"] = state["exp_avg"], state["exp_avg_sq"]
-        extra = {"step": str(self.step), "settings": json.dumps(self._settings(), sort_keys=True)}
-        aside = self.folder / f".checkpoint.{os.getpid()}"
-        save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, aside, metadata=extra)
-        os.replace(aside, self.folder / "checkpoint.safetensors")
-
-    def resume(self) -> None:
-        """Go on from the folder's checkpoint, if there is one; metrics written after it are dropped.
-
-        Raises:
-            ValueError: if it was made with other settings, naming those that differ.
-        """
-        path = self.folder / "checkpoint.safetensors"
-        if not path.is_file():
-            (self.folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run that was stopped before its first
-            return
-        from safetensors import safe_open
-
-        with safe_open(path, framework="pt") as file:
-            extra = file.metadata()
-        theirs, ours = json.loads(extra["settings"]), json.loads(json.dumps(self._settings()))
-        loose = ("save_every", "evaluate_every")
-        changed = [key for key in ours if key not in loose and theirs.get(key, ours[key]) != ours[key]]
-        if changed:
-            values = "; ".join(f"{key} was {theirs.get(key)}, is {ours[key]}" for key in changed)
-            raise ValueError(
-                f"{path} was made with other settings: {values}; take another folder, or delete it to train anew"
-            )
-        tensors = load_file(path)
-        self.step = int(extra["step"])
-        for name, parameter in self.parameters.items():
-            parameter.data.copy_(tensors[f"weight.{name}"])
-            self.optimizer.state[parameter] = {
-                "step": torch.tensor(float(self.step)),
-                "exp_avg": tensors[f"mean.{name}"].to(parameter.device),
-                "exp_avg_sq": tensors[f"square.{name}"].to(parameter.device),
-            }
-        metrics = self.folder / "metrics.jsonl"
-        if metrics.is_file():
-            lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-            whole = (line for line in lines if line.endswith("\n"))
-            kept = [line for line in whole if json.loads(line)["step"] <= self.step]
-            metrics.write_text("".join(kept), encoding="utf-8")
-
-    def _settings(self) -> dict[str, Any]:
-        """What a run that goes on must have in common with this one."""
-        frozen = hashlib.sha256()
-        for name, weight in self.draft.named_parameters():
-            if name not in self.parameters:
-                frozen.update(weight.detach().float().cpu().numpy().tobytes())
-        return {
-            **asdict(self.settings),
-            **{key: getattr(self.draft.config, key) for key in SHAPE},
-            "shards": [shard.name for shard in self.train_store.shards],
-            "frozen": frozen.hexdigest()[:16],
-        }
-
-
-def describe(loss: Loss) -> dict[str, Any]:
-    """A loss as plain numbers; ``accept`` is c* by block position, ``tau`` the acceptance length that they make."""
-    weight = loss.counted.sum((0, 1)).clamp(min=1)
-    accept = (loss.overlap * loss.counted).sum((0, 1)) / weight
-    return {
-        "loss": loss.total.item(),
-        "cross_entropy": loss.cross_entropy.item(),
-        "total_variation": loss.total_variation.item(),
-        "confidence": loss.confidence.item(),
-        "tau": loss.expected_acceptance_length(),
-        "accept": [round(value, 4) for value in accept.tolist()],
-    }
-
-
-def _finite(value: Any) -> Any:
-    """NaN, which JSON has no word for, as None."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    return None if isinstance(value, float) and math.isnan(value) else value
-
-
-def _mean(values: list[Any]) -> Any:
-    if isinstance(values[0], list):
-        return [_mean(list(column)) for column in zip(*values, strict=True)]
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else float("nan")
+            batch = self._prepare(self._read(self.held_out, index), index)
+            tally.add(self.objective(batch, batch.labels.totals()))
+        return tally.means(evaluated=True)

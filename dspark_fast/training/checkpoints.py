@@ -1,0 +1,133 @@
+"""The trainer's checkpoints: safetensors, written aside and moved, so that there is always a whole one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+if TYPE_CHECKING:
+    from dspark_fast.training.trainer import Trainer
+
+# What of a drafter's configuration a checkpoint belongs to
+SHAPE = (
+    "num_hidden_layers", "hidden_size", "vocab_size", "block_size", "mask_token_id", "target_layer_ids", "markov_rank",
+    "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
+)  # fmt: skip
+# Settings that may change from one run to the next without changing what is computed
+LOOSE = ("save_every", "evaluate_every", "patience", "compile")
+
+
+def save(trainer: Trainer) -> None:
+    """Write weights, optimiser state and position."""
+    tensors = _weights(trainer)
+    for name, parameter in trainer.parameters.items():
+        state = trainer.optimizer.state[parameter]
+        tensors[f"mean.{name}"], tensors[f"square.{name}"] = state["exp_avg"], state["exp_avg_sq"]
+    extra = {"step": str(trainer.step), "settings": json.dumps(_settings(trainer), sort_keys=True)}
+    _write(tensors, trainer.folder / "checkpoint.safetensors", extra)
+
+
+def save_best(trainer: Trainer) -> None:
+    """Write the weights of the best evaluation so far."""
+    _write(_weights(trainer), trainer.folder / "best.safetensors", {"step": str(trainer.step)})
+
+
+def load_best(trainer: Trainer) -> None:
+    """Give the drafter the weights of its best evaluation; nothing happens if there was none."""
+    trainer.workers.wait()
+    path = trainer.folder / "best.safetensors"
+    if path.is_file():
+        _load(trainer, load_file(path))
+
+
+def resume(trainer: Trainer) -> list[dict[str, Any]]:
+    """Go on from the folder's checkpoint, if there is one; metrics written after it are dropped.
+
+    Returns:
+        The metrics up to there: step, and held-out figures and the reason of a stop where there are any.
+
+    Raises:
+        ValueError: if it was made with other settings, naming those that differ.
+    """
+    path, metrics = trainer.folder / "checkpoint.safetensors", trainer.folder / "metrics.jsonl"
+    if trainer.workers.first:  # what a kill cut short; safetensors writes its files aside too, as .tmp and 6 characters
+        for name in (".checkpoint.*", ".best.*", ".metrics.*", ".tmp??????"):
+            for aside in trainer.folder.glob(name):
+                aside.unlink(missing_ok=True)
+    if not path.is_file():
+        trainer.workers.wait()
+        if trainer.workers.first:  # of a run that was stopped before its first checkpoint
+            metrics.unlink(missing_ok=True)
+            (trainer.folder / "best.safetensors").unlink(missing_ok=True)
+        return []
+    with safe_open(path, framework="pt") as file:
+        extra = file.metadata()
+    theirs, ours = json.loads(extra["settings"]), json.loads(json.dumps(_settings(trainer)))
+    changed = [key for key in ours if key not in LOOSE and theirs.get(key, ours[key]) != ours[key]]
+    if changed:
+        values = "; ".join(f"{key} was {theirs.get(key)}, is {ours[key]}" for key in changed)
+        raise ValueError(
+            f"{path} was made with other settings: {values}; take another folder, or delete it to train anew"
+        )
+    tensors = load_file(path)
+    trainer.step = int(extra["step"])
+    _load(trainer, tensors)
+    for name, parameter in trainer.parameters.items():
+        trainer.optimizer.state[parameter] = {
+            "step": torch.tensor(float(trainer.step)),
+            "exp_avg": tensors[f"mean.{name}"].to(parameter.device),
+            "exp_avg_sq": tensors[f"square.{name}"].to(parameter.device),
+        }
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.is_file() else []
+    trainer.workers.wait()  # all have read before the first one writes
+    rows = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+    rows = [(line, row) for line, row in rows if row["step"] <= trainer.step]
+    if trainer.workers.first:
+        aside = trainer.folder / f".metrics.{os.getpid()}"
+        aside.write_text("".join(line for line, _ in rows), encoding="utf-8")
+        os.replace(aside, metrics)
+    return [{key: row[key] for key in ("step", "held_out", "stopped") if key in row} for _, row in rows]
+
+
+def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {f"weight.{name}": parameter.detach() for name, parameter in trainer.parameters.items()}
+
+
+@torch.no_grad()
+def _load(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> None:
+    for name, parameter in trainer.parameters.items():
+        parameter.copy_(tensors[f"weight.{name}"])
+
+
+def _write(tensors: dict[str, torch.Tensor], path: Path, extra: dict[str, str]) -> None:
+    aside = path.parent / f".{path.stem}.{os.getpid()}"
+    try:
+        save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, aside, metadata=extra)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _settings(trainer: Trainer) -> dict[str, Any]:
+    """What a run that goes on must have in common with this one."""
+    frozen = hashlib.sha256()
+    for name, weight in trainer.draft.named_parameters():
+        if name not in trainer.parameters:
+            frozen.update(weight.detach().float().cpu().numpy().tobytes())
+    settings = asdict(trainer.settings)
+    # workers that share a step's batches among them change nothing but who computes what
+    settings["accumulate"] *= trainer.workers.count
+    return {
+        **settings,
+        **{key: getattr(trainer.draft.config, key) for key in SHAPE},
+        "responses": trainer.train_batches.source.identity(),
+        "frozen": frozen.hexdigest()[:16],
+    }
