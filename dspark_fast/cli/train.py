@@ -40,26 +40,39 @@ def train(
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 4000,
     learning_rate: Annotated[float, typer.Option(help="Peak.", min=0.0)] = 6e-4,
-    sequences: Annotated[int, typer.Option(help="Sequences per step.", min=1)] = 8,
+    sequences: Annotated[int, typer.Option(help="Sequences per batch.", min=1)] = 8,
+    accumulate: Annotated[int, typer.Option(help="Batches per step and process.", min=1)] = 1,
     anchors: Annotated[int, typer.Option(help="Anchor blocks per sequence.", min=1)] = 48,
     vocabulary: Annotated[
         int, typer.Option(help="Take the loss over this many most frequent tokens, 0 for all.", min=0)
     ] = 8192,
+    top_tokens: Annotated[
+        int,
+        typer.Option(help="Take the target's so many largest probabilities, the rest as one mass; 0 for all.", min=0),
+    ] = 0,
     initialise: Annotated[str, typer.Option(help="target (its last layers) or random.")] = "target",
     heads_only: Annotated[
         bool, typer.Option("--heads-only", help="Train only the Markov and confidence heads of --draft.")
     ] = False,
     draft: Annotated[str | None, typer.Option(help="Start from this drafter instead of a fresh one.")] = None,
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="Run the target for every batch instead of keeping its hidden states on disk."),
+    ] = False,
+    patience: Annotated[
+        int, typer.Option(help="Stop after so many looks at held-out text without a better tau, 0 never.", min=0)
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Of prompts, sampling, weights and anchors.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)] = 200,
     evaluate_every: Annotated[int, typer.Option(help="Steps between looks at held-out text.", min=1)] = 200,
-    per_domain: Annotated[int, typer.Option(help="Held-out prompts per domain for the final measurement.", min=1)] = 8,
+    per_domain: Annotated[int, typer.Option(help="Held-out prompts per domain for the final measurement.", min=1)] = 16,
 ) -> None:
     """Train a drafter: the target answers prompts, its hidden states are kept, the drafter learns to run ahead.
 
     Four stages (responses, features, training, measurement), each kept in --out and continued after an interruption.
-    The drafter ends up in OUT/draft, with its model card; metrics.jsonl and loss.png beside it.
+    The drafter ends up in OUT/draft, with its model card and training curves; metrics.jsonl lies beside it. Several
+    processes share the work under ``torchrun --nproc-per-node N -m dspark_fast train ...``.
     """
     from dspark_fast.training.recipe import Recipe
     from dspark_fast.training.trainer import TrainSettings
@@ -82,17 +95,21 @@ def train(
         max_new_tokens=max_new_tokens,
         shape=shape,
         initialise=initialise,
+        live=live,
         seed=seed,
         train=TrainSettings(
             steps=steps,
             learning_rate=learning_rate,
             sequences=sequences,
+            accumulate=accumulate,
             anchors=anchors,
             vocabulary=vocabulary,
+            top_tokens=top_tokens,
             heads_only=heads_only,
             seed=seed + 42,
             save_every=save_every,
             evaluate_every=evaluate_every,
+            patience=patience,
         ),
     )
     files = prompts or []
@@ -120,13 +137,16 @@ def _run(
     from dspark_fast.targets import load_target
     from dspark_fast.training import recipe as stages
     from dspark_fast.training.card import write_card
+    from dspark_fast.training.evaluate import with_mean
     from dspark_fast.training.plot import plot_training
+    from dspark_fast.training.workers import Workers
 
-    console = Console(stderr=True)
+    workers = Workers.from_environment(device)
+    console = Console(stderr=True, quiet=not workers.first)
     missing = [str(path) for path in [*prompt_files, *([gsm8k] if gsm8k else [])] if not path.is_file()]
     if missing:
         raise typer.BadParameter(f"no such file: {', '.join(missing)}")
-    model, tokenizer = load_target(name, torch.bfloat16, device)
+    model, tokenizer = load_target(name, torch.bfloat16, workers.device(device))
     # Refused now rather than after hours of generation.
     config = DSparkConfig.from_target(model.config, **recipe.shape) if draft is None else None
     trainee = None if draft is None else DSparkDraft.from_pretrained(draft, target=model, dtype=torch.float32)
@@ -141,10 +161,18 @@ def _run(
             progress.update(bars[stage], completed=min(done, of) if of else done, total=of or None)
 
         train, held_out = stages.collect(
-            model, tokenizer, out, recipe, layer_ids, prompt_files=prompt_files, gsm8k=gsm8k, on_progress=show
+            model,
+            tokenizer,
+            out,
+            recipe,
+            layer_ids,
+            prompt_files=prompt_files,
+            gsm8k=gsm8k,
+            workers=workers,
+            on_progress=show,
         )
         if not len(train):
-            raise typer.BadParameter("--tokens is too small: there is no full shard of 64 answers to train on")
+            raise typer.BadParameter("--tokens is too small: no answer is long enough to train on")
         if trainee is None:
             trainee = stages.fresh_draft(model, recipe, train[0].input_ids[:2])
         bar = progress.add_task("training", total=recipe.train.steps, figures="")
@@ -153,25 +181,33 @@ def _run(
             figures = f"loss {metrics['loss']:.3f}  tau {metrics['tau']:.2f}"
             progress.update(bar, completed=metrics["step"], figures=figures)
 
-        trained = stages.train_draft(model, trainee, train, held_out, out, recipe, on_step=step)
+        trained = stages.train_draft(model, trainee, train, held_out, out, recipe, on_step=step, workers=workers)
         progress.update(bar, completed=recipe.train.steps)  # also where an earlier run had already got there
-        acceptance = stages.measure(model, trained, out, per_domain=per_domain, on_progress=show)
+        if workers.first:
+            acceptance = stages.measure(model, tokenizer, trained, out, per_domain=per_domain, on_progress=show)
+    workers.leave()
+    if not workers.first:
+        return
+    folder = out / "draft"
     try:
-        plot_training(out / "metrics.jsonl", out / "loss.png")
+        plot_training(out / "metrics.jsonl", folder / "training.png")
     except ImportError:
-        console.print("loss.png is left out: it needs matplotlib (pip install 'dspark-fast[plots]')")
+        console.print("training.png is left out: it needs matplotlib (pip install 'dspark-fast[plots]')")
+    measure = ["dspark-fast", "eval", "--model", name, "--draft", str(folder), "--dtype", "bf16", "--device", device]
     write_card(
-        out / "draft",
+        folder,
         target=name,
         config=trained.config,
         recipe=recipe,
         command=shlex.join(["dspark-fast", *sys.argv[1:]]),
         metrics=out / "metrics.jsonl",
         acceptance=acceptance,
+        answer_tokens=int(train.token_counts(trained.config.vocab_size).sum()),
+        measure_command=shlex.join([*measure, "--per-domain", str(per_domain)]),
     )
-    for one in acceptance:
+    for one in with_mean(acceptance):
         console.print(f"{one.domain:>8}: acceptance length {one.tau:.2f} on {one.prompts} held-out prompts")
-    console.print(f"The drafter is in {out / 'draft'}; use it with --draft {out / 'draft'}")
+    console.print(f"The drafter is in {folder}; use it with --draft {folder}")
 
 
 def _progress(console: Any) -> Progress:
