@@ -123,7 +123,7 @@ mkdir -p "$results"
 if [[ -z $gpu ]]; then
     skip tests "no GPU (the ordinary test run has the interpreted ones)"
     SHOWN=2 step "kernels, interpreted" 300 env TRITON_INTERPRET=1 "$python" bench/every_kernel.py --rows 2 \
-        --ops context_kv sampling verify
+        --ops context_kv sampling verify draft_loss
 elif ! has pytest || ! has hypothesis; then
     skip tests "pytest or hypothesis is not installed, and wheels/ has none"
     failed=1 # figures of kernels that were not tested are worth nothing
@@ -148,6 +148,8 @@ bench verify 50
 bench block_attention 50
 bench context_kv 15
 bench sampling 20
+bench draft_loss 40
+SHOWN=6 step "training step" 90 "$python" bench/bench_training.py --out "$results" "${options[@]+"${options[@]}"}"
 
 if [[ -n $gpu ]]; then
     SHOWN=4 step "compile time" 70 "$python" bench/compile_time.py --out "$results"
