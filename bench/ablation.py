@@ -8,7 +8,7 @@ FOLDER is what ``dspark-fast train --out FOLDER`` left: responses and their feat
 probabilities that the variants ask for. A variant keeps ``metrics.jsonl`` and ``result.json`` in
 ``FOLDER/ablation/<name>/``; its checkpoint is deleted once it has been measured.
 
-Held fixed: the responses and their order, steps, sequences per step, learning rate, decay of the loss over the block,
+Held fixed: the responses and their order, steps, sequences per step, decay of the loss over the block,
 the confidence head and its loss, the seed of the weights (equal shapes begin with equal noise), the held-out prompts.
 Of the anchors, so many are taken per sequence that anchors times block size is the baseline's number of slots; a larger
 block therefore sees fewer anchors, and they are other ones. A drafter with more weights gets no more steps.
@@ -56,6 +56,7 @@ from dspark_fast.training.trainer import Trainer, TrainSettings
 
 README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- ablation:begin -->", "<!-- ablation:end -->"
+STUDENT = {2: 12.71, 3: 4.30}  # two-sided 95 % quantile of Student's t for a deviation from so many runs
 HELD_OUT = 64  # responses of the teacher-forced figure, in the 8 batches that the trainer evaluates
 TITLES = {"math": "maths"}
 
@@ -74,6 +75,8 @@ class Choices:
     initialise: str = "target"
     vocabulary: int = 6144
     top_tokens: int = 0
+    learning_rate: float = 2e-3
+    markov_rate: float = 8.0
     seed: int = 0
 
     def shape(self) -> dict[str, Any]:
@@ -99,10 +102,12 @@ VARIANTS = {
     "rank-0": Choices(rank=0),
     "loss-ce": Choices(cross_entropy=1.0, total_variation=0.0),
     "block-4": Choices(block=4),
+    "markov-rate-1": Choices(markov_rate=1.0),
     "head-gated": Choices(head="gated"),
     "head-rnn": Choices(head="rnn"),
     "init-random": Choices(initialise="random"),
     "taps-last": Choices(taps=(28,)),
+    "rate-6e-4": Choices(learning_rate=6e-4),
     "block-10": Choices(block=10),
     "rank-256": Choices(rank=256),
     "top-64": Choices(top_tokens=64),
@@ -126,6 +131,8 @@ QUESTIONS = {
     "first weights": {"random": "init-random", "the target's": "baseline"},
     "tokens in the loss": {"2,048": "vocabulary-2048", "6,144": "baseline", "all": "vocabulary-all"},
     "target's probabilities": {"64 largest": "top-64", "exact": "baseline"},
+    "learning rate": {"6e-4": "rate-6e-4", "2e-3": "baseline"},
+    "of W1 and W2, times": {"1": "markov-rate-1", "8": "baseline"},
 }
 
 
@@ -133,19 +140,19 @@ QUESTIONS = {
 class Settings:
     """What all variants have in common."""
 
-    responses: int = 3000
-    steps: int = 500
+    responses: int = 1216
+    steps: int = 608
     sequences: int = 4
     anchors: int = 24
-    learning_rate: float = 6e-4
     per_domain: int = 12
-    max_new_tokens: int = 96
+    max_new_tokens: int = 64
 
     def training(self, choices: Choices) -> TrainSettings:
         """Of one variant: anchors for as many slots as the baseline has."""
         return TrainSettings(
             steps=self.steps,
-            learning_rate=self.learning_rate,
+            learning_rate=choices.learning_rate,
+            markov_rate=choices.markov_rate,
             sequences=self.sequences,
             anchors=self.anchors_of(choices.block),
             loss=LossWeights(choices.cross_entropy, choices.total_variation),
@@ -309,8 +316,8 @@ def noise(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     if len(taus) < 2 or None in taus:
         return None
     deviation = statistics.stdev(taus)
-    # Two single runs differ by sqrt(2) deviations as a rule; twice that is rare.
-    return {"tau": taus, "deviation": round(deviation, 4), "difference": round(2 * math.sqrt(2) * deviation, 4)}
+    rare = STUDENT[len(taus)] * math.sqrt(2) * deviation
+    return {"tau": taus, "deviation": round(deviation, 4), "difference": round(rare, 4)}
 
 
 def lines_of(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -372,8 +379,8 @@ def section(result: dict[str, Any]) -> str:
     )
     if spread:
         words += (
-            f" {len(spread['tau'])} seeds of the baseline have a standard deviation of {spread['deviation']:.3f}; a "
-            f"difference of up to {spread['difference']:.2f} (twice that of two runs) stands in brackets."
+            f" {len(spread['tau'])} seeds of the baseline have a standard deviation of {spread['deviation']:.3f}; "
+            f"differences up to {spread['difference']:.2f}, the 95 % limit for two single runs, stand in brackets."
         )
     if times:
         words += (
@@ -537,7 +544,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=fixed.steps)
     parser.add_argument("--sequences", type=int, default=fixed.sequences, help="per step")
     parser.add_argument("--anchors", type=int, default=fixed.anchors, help="per sequence, at the baseline's block size")
-    parser.add_argument("--learning-rate", type=float, default=fixed.learning_rate)
     parser.add_argument("--per-domain", type=int, default=fixed.per_domain, help="held-out prompts")
     parser.add_argument("--max-new-tokens", type=int, default=fixed.max_new_tokens, help="per held-out prompt")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=VARIANTS, help="train these variants alone")

@@ -66,7 +66,7 @@ def load(
             belong to the target.
         TargetError: the target or the drafter cannot be had or loaded; the message says why.
     """
-    device = _device(device)
+    device = chosen_device(device)
     for what, given in (("target", name), ("drafter", draft)):
         if given is not None and str(given).startswith(("/", ".", "~")) and not Path(given).expanduser().is_dir():
             raise ValueError(f"the {what} is {str(given)!r}, and there is no such folder")
@@ -106,7 +106,12 @@ def best_dtype(device: torch.device | str) -> torch.dtype | str:
     return torch.bfloat16 if native and torch.backends.mkldnn.is_available() else torch.float32
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def chosen_device(device: torch.device | str | None) -> torch.device:
+    """A device by its name, :func:`best_device` without one.
+
+    Raises:
+        ValueError: there is no such device.
+    """
     if device is None:
         return best_device()
     try:

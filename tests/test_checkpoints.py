@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 
 from dspark_fast.training import LossWeights, checkpoints
 
+FILES = ["best.safetensors", "checkpoint.safetensors", "metrics.jsonl"]
+
 
 def weights_of(draft):
     return {name: value.detach().clone() for name, value in draft.state_dict().items()}
@@ -137,7 +139,7 @@ def test_only_json_and_safetensors_are_written(cached, tmp_path, monkeypatch):
         monkeypatch.setattr(name, never)
     cached.trainer(tmp_path).run()
     cached.trainer(tmp_path).run()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.safetensors", "metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
     saved = load_file(tmp_path / "checkpoint.safetensors")
     assert {key.split(".")[0] for key in saved} == {"weight", "mean", "square"}
     assert not any("embed_tokens" in key or "lm_head" in key for key in saved)
@@ -161,6 +163,17 @@ def test_trained_heads_belong_to_their_frozen_layers(cached, tmp_path, make_draf
     checkpoints.resume(cached.trainer(tmp_path, heads))
 
 
+def test_frozen_weights_are_hashed_once(cached, tmp_path, monkeypatch):
+    cached.trainer(tmp_path, replace(cached.settings, steps=1)).run()
+    hashed = []
+    sha256 = checkpoints.hashlib.sha256
+    monkeypatch.setattr(checkpoints, "hashlib", SimpleNamespace(sha256=lambda: hashed.append(None) or sha256()))
+    cached.trainer(tmp_path / "other", replace(cached.settings, save_every=1)).run()  # six checkpoints
+    assert len(hashed) == 1
+    cached.trainer(tmp_path / "other", replace(cached.settings, save_every=1)).run()
+    assert len(hashed) == 2
+
+
 def test_what_a_kill_left_is_cleared_away(cached, tmp_path):
     """Files of ours and of safetensors; not those of others."""
     left = [".checkpoint.123", ".best.4", ".metrics.567", ".tmp8WE8mH"]
@@ -169,7 +182,7 @@ def test_what_a_kill_left_is_cleared_away(cached, tmp_path):
             (tmp_path / name).write_text("half of it")
         cached.trainer(tmp_path, replace(cached.settings, steps=3)).run()
         names = {path.name for path in tmp_path.iterdir()}
-        assert names == {".tmp", ".gitignore", "responses.jsonl", "checkpoint.safetensors", "metrics.jsonl"}, begin
+        assert names == {".tmp", ".gitignore", "responses.jsonl", *FILES}, begin
 
 
 def test_an_interrupt_leaves_a_whole_checkpoint_and_no_thread(whole, cached, tmp_path):
@@ -181,7 +194,7 @@ def test_an_interrupt_leaves_a_whole_checkpoint_and_no_thread(whole, cached, tmp
     with pytest.raises(KeyboardInterrupt):
         cached.trainer(tmp_path, on_step=interrupt).run()
     assert threading.active_count() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.safetensors", "metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
     with safe_open(tmp_path / "checkpoint.safetensors", framework="pt") as file:
         assert file.metadata()["step"] == "3"
     cached.trainer(tmp_path).run()
@@ -249,7 +262,7 @@ def test_without_patience_the_last_weights_are_the_drafters(patient, tmp_path):
     one = patient(tmp_path)
     one.settings = replace(one.settings, patience=0)
     one.run()
-    assert len(metrics_of(tmp_path)) == 14 and not (tmp_path / "best.safetensors").exists()
+    assert len(metrics_of(tmp_path)) == 14 and "stopped" not in metrics_of(tmp_path)[-1]
     assert_weights(one.draft, one.at[14])
 
 
@@ -272,3 +285,72 @@ def test_killed_between_the_best_weights_and_the_checkpoint(patient, tmp_path, s
     second.run()
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "expected")
     assert_weights(second.draft, expected.at[6])
+
+
+# --- and a patience that changes from run to run ----------------------------------------------------------------------
+
+
+def with_settings(one, **changes):
+    one.settings = replace(one.settings, **changes)
+    return one
+
+
+@pytest.mark.parametrize("later", [5, 0])
+def test_a_raised_patience_goes_on_where_the_old_one_was_out(patient, tmp_path, later):
+    patient(tmp_path).run()
+    assert metrics_of(tmp_path)[-1]["step"] == 12
+    lowered = with_settings(patient(tmp_path, at=lambda step: pytest.fail("a step")), patience=2)
+    lowered.run()
+    expected = with_settings(patient(tmp_path / "expected"), patience=5)
+    expected.run()
+    assert_weights(lowered.draft, expected.at[6])
+    one = with_settings(patient(tmp_path), patience=later)
+    one.run()
+    rows = metrics_of(tmp_path)
+    assert rows[11].pop("stopped")
+    assert rows == metrics_of(tmp_path / "expected") and len(rows) == 14
+    assert_weights(one.draft, expected.at[14])
+
+
+def test_a_patience_that_comes_later_finds_the_best_weights(patient, tmp_path):
+    with pytest.raises(Stop):
+        with_settings(patient(tmp_path, at=stop_at_step(11)), patience=0).run()
+    second = patient(tmp_path)
+    second.run()
+    assert metrics_of(tmp_path)[-1]["step"] == 12
+    expected = patient(tmp_path / "expected")
+    expected.run()
+    assert_weights(second.draft, expected.at[6])
+
+
+def stop_at_step(step):
+    return lambda at: stop_at(step)({"step": at})
+
+
+def test_best_weights_of_an_evaluation_that_never_came_again_are_not_taken(patient, tmp_path):
+    """Those of step 6, after the checkpoint of step 5; the next run does not evaluate, so step 2 is the best one."""
+    with pytest.raises(Stop):
+        patient(tmp_path, at=stop_at_step(6), save_every=5).run()
+    second, last = with_settings(patient(tmp_path), evaluate_every=100), {}
+    second.on_step = lambda metrics: last.update(weights_of(second.draft))
+    with pytest.warns(UserWarning, match="best evaluation, at step 2, are lost"):
+        second.run()
+    assert not (tmp_path / "best.safetensors").exists()
+    assert_weights(second.draft, last)
+
+
+def test_best_weights_of_another_step_are_not_loaded(cached, tmp_path):
+    one = cached.trainer(tmp_path)
+    one.step = 4
+    checkpoints.save_best(one)
+    saved = weights_of(one.draft)
+    with torch.no_grad():
+        one.draft.fc.weight.add_(1)
+    changed = weights_of(one.draft)
+    with pytest.warns(UserWarning, match="at step 2, are lost"):
+        checkpoints.load_best(one, [{"step": 2, "held_out": {"tau": 2.0}}, {"step": 4, "held_out": {"tau": 1.0}}])
+    assert_weights(one.draft, changed)
+    checkpoints.load_best(one, [{"step": 2}])  # no evaluation: nothing to say
+    assert_weights(one.draft, changed)
+    checkpoints.load_best(one, [{"step": 2, "held_out": {"tau": 1.0}}, {"step": 4, "held_out": {"tau": 2.0}}])
+    assert_weights(one.draft, saved)

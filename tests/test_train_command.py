@@ -10,11 +10,13 @@ import torch
 from safetensors import safe_open
 
 from dspark_fast import DSparkDraft, generate
+from dspark_fast.config import DSparkConfig
 from dspark_fast.training import evaluate, features, responses
+from dspark_fast.training.preflight import accepted, preflight
 from dspark_fast.training.prompts import is_held_out, make_prompt
-from dspark_fast.training.recipe import Recipe, collect, measure
+from dspark_fast.training.recipe import Recipe, collect, measure, remember
 from dspark_fast.training.responses import read_responses
-from dspark_fast.training.trainer import Trainer
+from dspark_fast.training.trainer import Trainer, TrainSettings
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +69,22 @@ def test_collect_and_measure(model, tokenizer, make_draft, tmp_path, monkeypatch
         assert batches.source.identity() == others.source.identity()
         assert len(batches) == len(others)
         assert torch.equal(batches[0].input_ids, others[0].input_ids)
-    with pytest.raises(ValueError, match=r"train was made for something else|held-out was made for something else"):
-        collect(model, tokenizer, out, Recipe(tokens=2500, max_new_tokens=16), [0, 1])
+
+    # --sequences is of the training batches alone: figures on held-out text are of the same batches
+    narrow, same = collected(train=TrainSettings(sequences=1))
+    assert len(narrow[0]) == 1 and len(same) == len(parts[1])
+    assert torch.equal(same[0].input_ids, parts[1][0].input_ids)
+    # a part of what is there is read, and more is written with all of it
+    some = draft.config.target_layer_ids[1:]
+    recipe = Recipe(tokens=1 + sum(len(r.input_ids) - r.start for r in rows), max_new_tokens=16)
+    train, _ = collect(model, tokenizer, out, recipe, some, prompt_files=[mine])
+    width = model.config.hidden_size
+    assert torch.equal(train[0].features, parts[0][0].features[..., width:])
+    assert len(train.source.lengths) > len(parts[0].source.lengths)
+    manifest = json.loads((out / "features" / "train" / "manifest.json").read_text())
+    assert manifest["target_layer_ids"] == draft.config.target_layer_ids
+    with pytest.raises(ValueError, match="held-out was made for something else"):
+        collect(model, tokenizer, out, recipe, [-1, 0])
 
     two = [make_prompt("chat", ({"role": "user", "content": text},)) for text in ("One?", "Two?")]
     monkeypatch.setattr(evaluate, "_built_in", lambda count, seed: two)
@@ -84,7 +100,7 @@ def command(model, tokenizer, tmp_path, monkeypatch):
     pytest.importorskip("typer")
     import matplotlib.figure
 
-    from dspark_fast.cli import main
+    from dspark_fast.cli import main, session
 
     folder = tmp_path / "target"
     model.to(torch.float32).save_pretrained(folder)
@@ -109,7 +125,8 @@ def command(model, tokenizer, tmp_path, monkeypatch):
             main(["train", *[str(part) for pair in settings.items() for part in pair]])
         return ended.value.code or 0
 
-    run.out = tmp_path / "out"
+    run.out, run.said = tmp_path / "out", []
+    monkeypatch.setattr(session, "note", run.said.append)
     return run
 
 
@@ -185,3 +202,126 @@ def test_ctrl_c_leaves_what_the_next_run_goes_on_from(command, monkeypatch, stag
 def test_bad_arguments_are_named(command, capfd, arguments, message):
     assert command(*arguments) == 2
     assert message in " ".join(capfd.readouterr().err.replace("│", " ").split())
+
+
+def test_a_step_without_a_full_block_has_no_tau(command, capfd):
+    assert command("--block-size", 16, "--sequences", 1, "--vocabulary", 0) == 0
+    rows = [json.loads(line) for line in (command.out / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["tau"] is None for row in rows)  # answers end after 14 tokens
+    assert steps_of(command.out) == [1, 2, 3, 4]
+
+
+def test_what_belongs_to_a_fresh_drafter_cannot_go_with_a_given_one(command, capfd):
+    assert command("--draft", "somewhere", "--initialise", "random") == 2
+    found = " ".join(capfd.readouterr().err.replace("│", " ").split())
+    assert "--layers, --block-size, --rank, --taps, --initialise cannot go with --draft" in found
+
+
+def test_the_command_line_under_torchrun(monkeypatch):
+    from dspark_fast.cli import train
+
+    monkeypatch.setattr("sys.argv", ["/a/dspark-fast", "train", "--model", "a b"])
+    assert train._command(1) == "dspark-fast train --model 'a b'"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert train._command(4) == "torchrun --nproc-per-node 4 --no-python dspark-fast train --model 'a b'"
+    assert train._command(8).startswith("torchrun --nnodes 2 --nproc-per-node 4 --no-python dspark-fast train ")
+
+
+# --- before the first stage -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def look(model, tokenizer, tmp_path):
+    """``preflight`` of a recipe and a drafter's shape."""
+
+    def run(shape=None, per_domain=1, workers=1, **changes):
+        config = DSparkConfig.from_target(model.config, **{"target_layer_ids": [0, 2], **(shape or {})})
+        preflight(model, tokenizer, tmp_path, Recipe(**changes), config, per_domain=per_domain, workers=workers)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"initialise": "zeros"}, "initialise is 'zeros': accepted are 'target' and 'random'"),
+        ({"train": TrainSettings(top_tokens=1000)}, r"top_tokens is 1000, and the vocabulary has \d+ tokens"),
+        (
+            {"train": TrainSettings(heads_only=True), "shape": {"markov_rank": 0, "enable_confidence_head": False}},
+            "heads_only is set, but the drafter has neither",
+        ),
+        ({"per_domain": 100_000}, "per_domain is 100000"),
+    ],
+    ids=["initialise", "top", "heads", "prompts"],
+)
+def test_what_cannot_be_is_said_before_any_work(look, tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr(evaluate, "SEARCH", 1500)
+    with pytest.raises(ValueError, match=message):
+        look(**changes)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_drafter_of_another_target_is_told_first(model, tokenizer, tmp_path):
+    config = DSparkConfig.from_target(model.config, target_layer_ids=[0, 2])
+    config.vocab_size += 1
+    with pytest.raises(ValueError, match="vocab_size"):
+        preflight(model, tokenizer, tmp_path, Recipe(), config)
+
+
+def test_chat_templates_that_refuse(look, tokenizer, monkeypatch):
+    """System messages can be done without; anything else cannot."""
+    monkeypatch.setattr(evaluate, "SEARCH", 1500)
+    whole = tokenizer.chat_template
+    refusal = "{{% if messages[0].role == '{}' %}}{{{{ raise_exception('not here') }}}}{{% endif %}}"
+    monkeypatch.setattr(tokenizer, "chat_template", refusal.format("system") + whole)
+    look()
+    user, system = {"role": "user", "content": "Who?"}, {"role": "system", "content": "Be brief."}
+    bare, under = make_prompt("chat", (user,)), make_prompt("chat", (system, user))
+    assert list(accepted(tokenizer, [bare, under, bare])) == [bare, bare]
+    monkeypatch.setattr(tokenizer, "chat_template", refusal.format("user") + whole)
+    with pytest.raises(ValueError, match=r"refuses the prompt 'Who\?': not here"):
+        list(accepted(tokenizer, [under, bare]))
+    with pytest.raises(ValueError, match="chat template refuses the prompt"):
+        look()
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(ValueError, match="has no chat template"):
+        look()
+
+
+def test_features_and_checkpoints_of_something_else(command, look, tmp_path, monkeypatch):
+    """What an earlier run left is compared before a token is generated, and a part of its features will do."""
+    monkeypatch.setattr(evaluate, "SEARCH", 1500)
+    assert command("--top-tokens", 3) == 0
+    monkeypatch.setattr(responses, "_answer", lambda *_: pytest.fail("generated"))
+    command_says = [
+        (("--taps", "0,1"), r"held-out was made for something else: it holds the target's layers [0, 2], not [1]"),
+        (("--top-tokens", 4), "top_tokens is 3, asked for is 4"),
+        (("--top-tokens", 2), "made with other settings: top_tokens was 3, is 2"),
+        (("--top-tokens", 3, "--steps", 9), "made with other settings: steps was 4, is 9"),
+        (("--top-tokens", 3, "--rank", 5), "made with other settings: markov_rank was 4, is 5"),
+        (("--top-tokens", 3, "--tokens", 5000), "to go on with it, or delete it to train anew on more"),
+        (("--top-tokens", 3, "--max-new-tokens", 15), "holds answers with max_new_tokens 14, asked for is 15"),
+    ]
+    for arguments, message in command_says:
+        command.said.clear()
+        assert command(*arguments) == 2
+        assert message in command.said[-1], arguments
+    assert command("--top-tokens", 3) == 0
+
+
+def test_whose_answers_they_are(model, tmp_path, make_target, characters):
+    """A fine-tune is told apart by any layer; a target whose folder was moved is the same."""
+    made_for = remember(tmp_path, model, Recipe())
+    twin = characters.target(make_target)
+    twin.load_state_dict(model.state_dict())
+    twin.config._name_or_path = "elsewhere"
+    again = remember(tmp_path, twin, Recipe())
+    assert again.pop("target_model_name_or_path") == "elsewhere"
+    assert again == {key: made_for[key] for key in again}
+    with torch.no_grad():
+        twin.model.layers[2].mlp.up_proj.weight[0, 3] += 0.1
+    with pytest.raises(ValueError, match="holds answers with weights"):
+        remember(tmp_path, twin, Recipe())
+    (tmp_path / "run.json").write_text(json.dumps({"target": "x", "weights": "y", "max_new_tokens": 192, "seed": 0}))
+    with pytest.raises(ValueError, match="earlier version of this package"):
+        remember(tmp_path, model, Recipe())

@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from dspark_fast import DSparkDraft
-from dspark_fast.training import Loss, dspark_loss, trainer
+from dspark_fast.training import dspark_loss, trainer
 from dspark_fast.training.blocks import run_blocks, sample_anchors
 from dspark_fast.training.features import Batches, CachedFeatures, LiveFeatures, Sequences
-from dspark_fast.training.metrics import BINS, Tally, best_so_far, finite
 from dspark_fast.training.recipe import Recipe, train_draft
 from dspark_fast.training.trainer import Trainer
 from dspark_fast.training.workers import Workers
@@ -190,13 +189,26 @@ def test_the_trained_drafter_is_the_one_on_disk(cached, tmp_path, make_draft):
 
 
 def test_compiled_on_a_gpu_or_if_asked_for(cached, tmp_path, monkeypatch):
+    """And where it is compiled, not into a piece for each bucket of gradients, which flex_attention would not stand."""
     compiled = []
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append((function, options)) or function)
+
+    def compile_(function, **options):
+        compiled.append((function, options))
+
+        def call(*arguments):
+            assert not torch._dynamo.config.optimize_ddp
+            return function(*arguments)
+
+        return call
+
+    assert torch._dynamo.config.optimize_ddp
+    monkeypatch.setattr(torch, "compile", compile_)
     for wanted in (None, False):
         cached.trainer(tmp_path, replace(cached.settings, compile=wanted))
     assert not compiled
     cached.trainer(tmp_path, replace(cached.settings, compile=True, steps=1)).run()
-    assert compiled == [(run_blocks, {"dynamic": True})]
+    [(function, options)] = compiled
+    assert (function.func, function.keywords, options) == (run_blocks, {"flex": False}, {"dynamic": True})
 
 
 # --- several batches in a step ----------------------------------------------------------------------------------------
@@ -279,7 +291,58 @@ def test_top_tokens(cached, tmp_path):
     assert first[0]["tau"] > first[1]["tau"]
 
 
+def test_held_out_figures_are_of_the_whole_distribution(cached, tmp_path):
+    """However many tokens are trained on: equal weights have equal figures."""
+    found = [cached.trainer(tmp_path, replace(cached.settings, top_tokens=k)).evaluate() for k in (0, 1, 4)]
+    assert found[0] == found[1] == found[2]
+
+
 # --- reading ahead ----------------------------------------------------------------------------------------------------
+
+
+def test_batches_stay_where_the_source_made_them(cached, tmp_path, monkeypatch):
+    """A drafter elsewhere has their anchors and labels, and the sequences once they are moved."""
+    one = cached.trainer(tmp_path, replace(cached.settings, accumulate=3, top_tokens=4, vocabulary=0))
+    there = torch.device("meta")
+    monkeypatch.setattr(one, "draft", SimpleNamespace(device=there, config=one.draft.config))
+    batches = one._batches_of(0)
+    assert len(batches) == 3
+    for batch in batches:
+        parts = vars(batch.sequences).values()
+        assert all(value.device.type == "cpu" for value in parts)
+        assert batch.labels.totals().device == batch.anchors.device == batch.valid.device == there
+        moved = vars(batch.to(there).sequences)
+        assert all(value.device == there for value in moved.values()) and moved["top_probs"].shape[-1] == 4
+
+
+def test_a_batch_is_moved_just_before_its_pass(cached, tmp_path, monkeypatch):
+    one, events = cached.trainer(tmp_path, replace(cached.settings, accumulate=3)), []
+    move, run = trainer._Batch.to, one.replica
+
+    def moved(batch, device):
+        events.append("moved")
+        return move(batch, device)
+
+    def passed(*arguments):
+        events.append("passed")
+        return run(*arguments)
+
+    monkeypatch.setattr(trainer._Batch, "to", moved)
+    one.replica = passed
+    one._update(one._batches_of(0))
+    assert events == ["moved", "passed"] * 3
+
+
+def test_the_reader_has_the_drafters_gpu_for_its_own(cached, tmp_path, monkeypatch):
+    """The current one is a thread's own setting."""
+    one, chosen = cached.trainer(tmp_path), []
+    monkeypatch.setattr(one, "draft", SimpleNamespace(device=torch.device("cuda:1")))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((threading.get_ident(), device)))
+    monkeypatch.setattr(one, "_batches_of", lambda step: threading.get_ident())
+    batches = one._batches(0)
+    reader = next(batches)
+    batches.close()
+    assert chosen == [(reader, torch.device("cuda:1"))] and reader != threading.get_ident()
 
 
 def test_an_error_in_reading_reaches_the_caller(cached, tmp_path):
@@ -337,72 +400,56 @@ def test_a_live_target_never_runs_twice_at_once(cached, tmp_path, make_draft, mo
     assert rows[0] == rows[1]
 
 
+@pytest.mark.gpu
+def test_batches_wait_in_page_locked_memory(cached, make_target, make_draft, tmp_path):
+    draft = make_draft(make_target(fresh=True).cuda())
+    one = cached.trainer(tmp_path, replace(cached.settings, accumulate=2, top_tokens=4, compile=False), draft=draft)
+    for batch in one._batches_of(0):
+        assert all(value is None or value.is_pinned() for value in vars(batch.sequences).values())
+        assert batch.labels.tokens.is_cuda and batch.anchors.is_cuda
+    one.run()
+    assert all(math.isfinite(row["loss"]) for row in metrics_of(tmp_path))
+
+
+# --- numbers that are none --------------------------------------------------------------------------------------------
+
+
+def assert_nothing_of_step(step, one, folder):
+    """The weights in memory and on disk are those of the step before."""
+    assert [row["step"] for row in metrics_of(folder)] == list(range(1, step))
+    if step > 1:
+        saved = load_file(folder / "checkpoint.safetensors")
+        for name, value in one.parameters.items():
+            assert torch.equal(value, saved[f"weight.{name}"]), name
+    assert all(value.isfinite().all() for value in one.parameters.values())
+
+
+def test_a_poisoned_batch_ends_the_run_before_it_is_applied(cached, tmp_path, monkeypatch):
+    one = cached.trainer(tmp_path, replace(cached.settings, save_every=1))
+    source, seen = one.train_batches.source, []
+
+    def batch(indices):
+        seen.append(indices)
+        whole = CachedFeatures.batch(source, indices)
+        return replace(whole, features=whole.features * torch.nan) if len(seen) == 3 else whole
+
+    monkeypatch.setattr(source, "batch", batch)
+    with pytest.raises(FloatingPointError, match="step 3 has loss nan"):
+        one.run()
+    assert one.step == 2
+    assert_nothing_of_step(3, one, tmp_path)
+
+
+def test_a_gradient_that_is_no_number_ends_the_run_too(cached, tmp_path):
+    one = cached.trainer(tmp_path)
+    one.draft.fc.weight.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(FloatingPointError, match=r"step 1 has loss \d.* and gradient norm (nan|inf)"):
+        one.run()
+    assert_nothing_of_step(1, one, tmp_path)
+    assert not (tmp_path / "checkpoint.safetensors").exists()
+
+
 # --- what it reports --------------------------------------------------------------------------------------------------
-
-
-def made_up(anchors, *, seed, predicted=True):
-    """A loss of random overlaps, confidences and slots that count; block 0 is full, some are empty."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (2, anchors, BLOCK)
-    counted = torch.rand(shape, generator=generator) < 0.7
-    counted[:, 0] = True
-    parts = torch.rand(4, generator=generator).unbind()
-    overlap = torch.rand(shape, generator=generator)
-    confidence = torch.rand(shape, generator=generator)
-    confidence[0, 0, :2] = torch.tensor([1.0, 0.0])  # the edges belong to the last and the first bin
-    counted = counted.long().cumprod(-1).bool()
-    return Loss(*parts, overlap, confidence if predicted else None, counted, torch.zeros(shape, dtype=torch.long))
-
-
-def test_tally_against_a_loop():
-    losses = [made_up(6, seed=1), made_up(4, seed=2)]
-    tally = Tally(BLOCK)
-    for loss in losses:
-        tally.add(loss)
-    cells = [[[] for _ in range(BINS)] for _ in range(BLOCK)]
-    slots, taus = [[] for _ in range(BLOCK)], []
-    for loss in losses:
-        for row in range(2):
-            for block, counted in enumerate(loss.counted[row]):
-                tau, survival = 1.0, 1.0
-                for slot in range(BLOCK):
-                    c, p = loss.overlap[row, block, slot].item(), loss.predicted[row, block, slot].item()
-                    survival *= c
-                    tau += survival
-                    if counted[slot]:
-                        slots[slot].append(c)
-                        cells[slot][min(int(p * BINS), BINS - 1)].append((p, c))
-                if counted.all():
-                    taus.append(tau)
-    assert tally.blocks == len(slots[0])
-    assert 2 <= len(taus) < len(slots[0])
-    step, evaluated = tally.means(), tally.means(evaluated=True)
-    for found, share in ((step, 1), (evaluated, 2)):
-        for name, part in (("loss", "total"), ("cross_entropy",) * 2, ("total_variation",) * 2, ("confidence",) * 2):
-            assert found[name] == pytest.approx(sum(getattr(loss, part).item() for loss in losses) / share)
-        assert found["tau"] == pytest.approx(sum(taus) / len(taus))
-        assert found["accept"] == pytest.approx([sum(one) / len(one) for one in slots], abs=6e-5)
-    assert "calibration" not in step and "ece" not in step
-    assert cells[0][0] and cells[0][-1]
-    for slot in range(BLOCK):
-        error = 0.0
-        for cell, (number, p, c) in zip(cells[slot], evaluated["calibration"][slot], strict=True):
-            means = [sum(column) / len(cell) for column in zip(*cell)] if cell else [0.0, 0.0]
-            assert (number, p, c) == pytest.approx((len(cell), *means), abs=6e-5)
-            error += len(cell) * abs(means[0] - means[1])
-        assert evaluated["ece"][slot] == pytest.approx(error / len(slots[slot]), abs=6e-5)
-
-
-def test_tally_of_nothing_and_without_a_confidence_head():
-    bare = Tally(BLOCK)
-    bare.add(made_up(3, seed=3, predicted=False))
-    assert "ece" not in bare.means(evaluated=True)
-    nothing = made_up(3, seed=4)
-    nothing.counted[:] = False
-    tally = Tally(BLOCK)
-    tally.add(nothing)
-    found = tally.means(evaluated=True)
-    assert tally.blocks == 0 and math.isnan(found["tau"]) and found["accept"] == [0.0] * BLOCK and "ece" not in found
 
 
 def test_calibration_is_reported_of_held_out_text(whole):
@@ -411,24 +458,3 @@ def test_calibration_is_reported_of_held_out_text(whole):
     numbers = [sum(cell[0] for cell in slot) for slot in held_out["calibration"]]
     assert all(a >= b > 0 for a, b in pairwise(numbers))
     assert not any("ece" in row for row in metrics_of(whole.folder))
-
-
-@pytest.mark.parametrize(
-    ("taus", "expected"),
-    [
-        ([1.0], (2, 0)),
-        ([1.0, 2.0, 1.5], (4, 1)),
-        ([2.0, 2.0], (2, 1)),
-        ([None, float("nan")], (2, 1)),
-        ([None, 1], (4, 0)),
-    ],
-    ids=str,
-)
-def test_best_so_far(taus, expected):
-    rows = [{"step": 2 * number + 2, "held_out": {"tau": tau}} for number, tau in enumerate(taus)]
-    assert best_so_far([{"step": 1}, *rows]) == expected
-
-
-def test_finite():
-    given = {"a": float("nan"), "b": {"c": float("inf"), "d": 1.5}, "e": "nan", "f": [1.0], "g": -float("inf"), "h": 3}
-    assert finite(given) == {"a": None, "b": {"c": None, "d": 1.5}, "e": "nan", "f": [1.0], "g": None, "h": 3}

@@ -11,13 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
 from dspark_fast.training.workers import Workers
-
-pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "training_runs.py"
 
@@ -54,6 +53,7 @@ def assert_same_tensors(one, other):
 # --- one worker, killed -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ten_kills_change_nothing(tmp_path):
     """SIGKILL at ten random moments of a run of 48 steps that saves every 2 and keeps its best weights.
 
@@ -78,6 +78,7 @@ def shared(tmp_path_factory):
     return runs("two", tmp_path_factory.mktemp("two") / "runs")
 
 
+@pytest.mark.slow
 def test_two_workers_take_the_steps_of_one_that_accumulates_two_batches(shared):
     """To the last bit: a sum of two gradients is the same in either order, and so is the half of its double."""
     one, two = shared.folder / "one", shared.folder / "two-0"
@@ -87,11 +88,13 @@ def test_two_workers_take_the_steps_of_one_that_accumulates_two_batches(shared):
     assert_same_tensors(shared.folder / "two-1" / "weights-1", two / "weights-0")
 
 
+@pytest.mark.slow
 def test_every_worker_is_told_the_same_and_only_the_first_one_writes(shared):
     assert told(shared.folder / "two-0") == told(shared.folder / "two-1", rank=1) == rows_of(shared.folder / "two-0")
     assert sorted(path.name for path in (shared.folder / "two-1").iterdir()) == ["told-1.json", "weights-1"]
 
 
+@pytest.mark.slow
 def test_two_workers_take_up_what_one_began(shared):
     assert shared.begun == 4
     resumed, one = shared.folder / "resumed", shared.folder / "one"
@@ -102,6 +105,7 @@ def test_two_workers_take_up_what_one_began(shared):
         assert json.loads(file.metadata()["settings"])["accumulate"] == 2
 
 
+@pytest.mark.slow
 def test_the_first_worker_decides_when_patience_is_out(shared):
     """The second one's own figures rise without end; both stop, with the same weights."""
     folder = shared.folder / "stopped"
@@ -113,6 +117,67 @@ def test_the_first_worker_decides_when_patience_is_out(shared):
     assert all(torch.equal(value, ended[name.removeprefix("weight.")]) for name, value in best.items())
     with safe_open(folder / "best.safetensors", framework="pt") as file:
         assert file.metadata()["step"] == "4"
+
+
+# --- what torchrun says of itself -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """``environment(gpus, **numbers)``: so many GPUs; two processes of which this is the first, but for ``numbers``."""
+
+    def set_to(gpus, **numbers):
+        def never(*_, **__):
+            raise AssertionError("the others are waited for")
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(dist, "init_process_group", never)
+        for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", **numbers}.items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+
+    return set_to
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "numbers", "message"),
+    [
+        ("cuda", 0, {}, "device is 'cuda', but PyTorch finds no GPU here"),
+        ("cuda:1", 0, {"WORLD_SIZE": None}, "device is 'cuda:1', but PyTorch finds no GPU here"),
+        ("cuda:1", 2, {}, "device is 'cuda:1' for 2 processes: ask for 'cuda', and each takes its own"),
+        ("cuda", 2, {"WORLD_SIZE": "3", "LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but the GPUs are 2"),
+        ("cuda", 2, {"LOCAL_RANK": "first"}, "LOCAL_RANK is 'first' in the environment: a whole number from 0 on"),
+        ("cpu", 0, {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' in the environment: a whole number from 1 on"),
+        ("cpu", 0, {"WORLD_SIZE": "0"}, "WORLD_SIZE is '0' in the environment"),
+        ("cpu", 0, {"WORLD_SIZE": ""}, "WORLD_SIZE is '' in the environment"),
+        ("cpu", 0, {"RANK": "-1"}, "RANK is '-1' in the environment: a whole number from 0 on"),
+        ("cpu", 0, {"RANK": "2"}, r"RANK is 2, of processes there are 2 \(WORLD_SIZE\)"),
+        ("cpu", 0, {"RANK": None}, "RANK is not set in the environment, though WORLD_SIZE is"),
+    ],
+    ids=str,
+)
+def test_a_place_that_cannot_be_is_refused_before_the_others_are_waited_for(
+    environment, device, gpus, numbers, message
+):
+    environment(gpus, **numbers)
+    with pytest.raises(ValueError, match=message):
+        Workers.from_environment(device)
+
+
+def test_every_process_takes_its_own_gpu(environment, monkeypatch):
+    environment(2, RANK="1", LOCAL_RANK="1")
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1])
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: chosen.insert(0, backend))
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    workers = Workers.from_environment("cuda")
+    assert chosen == ["nccl", 1] and (workers.rank, workers.count) == (1, 2)
+    assert workers.device("cuda") == "cuda:1"
 
 
 def test_a_worker_alone(monkeypatch):

@@ -193,7 +193,8 @@ def together(folder, name, settings, *, apart=False, evaluated=None):
         os.environ["WORLD_SIZE"] = "2"
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
         workers = Workers.from_environment("cpu")
-        train(folder / (f"{name}-{rank}" if apart else name), settings, workers=workers, evaluated=evaluated)
+        to = folder / (f"{name}-{rank}" if apart else name)
+        train(to, settings, workers=workers, evaluated=evaluated)
         workers.leave()
 
     wait(*(fork(lambda rank=rank: work(rank)) for rank in range(2)))

@@ -67,7 +67,7 @@ def run_blocks(
     anchors: torch.Tensor,
     valid: torch.Tensor,
     *,
-    flex: bool | None = None,
+    flex: bool = False,
 ) -> torch.Tensor:
     """Hidden states of every block, as generation would compute them one by one.
 
@@ -78,7 +78,7 @@ def run_blocks(
         input_ids: int64 ``[B, L]``.
         features: ``[B, L, m*H]``, the target's taps.
         anchors: int64 ``[B, A]``; valid: bool ``[B, A]`` (an invalid block is all masks and sees no context).
-        flex: whether attention is ``flex_attention``, which never holds the scores; None takes it on a GPU.
+        flex: whether attention is ``flex_attention``, which compiled never holds the scores; see :func:`flex_blocks`.
 
     Returns:
         ``[B, A, T, H]``, final-normed.
@@ -93,7 +93,6 @@ def run_blocks(
     steps = torch.arange(length, device=anchors.device)
     context_angles = draft.rotary_emb(context, steps[None].expand(batch, -1))
     block_angles = draft.rotary_emb(context, positions)
-    flex = anchors.device.type == "cuda" if flex is None else flex
     attention = (flex_blocks if flex else split_blocks)(length, anchors, valid, block)
 
     def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

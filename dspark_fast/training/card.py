@@ -30,6 +30,8 @@ def write_card(
     acceptance: Sequence[Acceptance],
     answer_tokens: int,
     measure_command: str,
+    begins: str,
+    workers: int = 1,
     trained_on: str | None = None,
 ) -> None:
     """Write ``README.md`` beside the drafter's weights, every figure from this run's own files and the arguments.
@@ -44,6 +46,8 @@ def write_card(
         acceptance: from :func:`~dspark_fast.training.evaluate.measure_acceptance`.
         answer_tokens: of the target's own answers that there were to train on, held-out ones not counted.
         measure_command: the command line that measures ``acceptance`` again.
+        begins: what the drafter began as, in words.
+        workers: processes that trained it together.
         trained_on: the machine and the time it took, as a sentence.
 
     Raises:
@@ -80,9 +84,9 @@ answers (three quarters greedy, the rest at temperature 0.7, top-p 0.8, top-k 20
 code, chat, lists, short answers, rewriting; seed {recipe.seed}) and, where given, the user's own and GSM8K's training
 questions (MIT). None of the public test sets. 2 % of the prompts, chosen by hash, were kept out of training.
 
-{_optimisation(train, rows[-1])}
+{_optimisation(train, rows[-1], workers)}{_shipped(train, metrics.parent / "best.safetensors")}
 {_approximations(train, config)}
-Initialised from: {recipe.initialise}.
+Initialised from: {begins}.
 {machine}{plot}
 ## What it reaches
 
@@ -114,10 +118,21 @@ def _weights(folder: Path, *, heads_only: bool) -> tuple[int, int, int]:
     return total, trained, size
 
 
-def _optimisation(train: TrainSettings, last: dict[str, Any]) -> str:
+def _shipped(train: TrainSettings, best: Path) -> str:
+    """Which weights these are, where a run with patience chose them."""
+    if not train.patience or not best.is_file():
+        return ""
+    with safe_open(best, framework="pt") as file:
+        step = int(file.metadata()["step"])
+    return f"\nThe weights are those of step {step:,}, which had the best held-out acceptance length."
+
+
+def _optimisation(train: TrainSettings, last: dict[str, Any], workers: int) -> str:
     loss = train.loss
     steps = f"{last['step']:,}" if last["step"] == train.steps else f"{last['step']:,} of {train.steps:,}"
     batch = f"{train.accumulate} x {train.sequences}" if train.accumulate > 1 else f"{train.sequences}"
+    if workers > 1:
+        batch = f"{workers} workers x {train.accumulate} x {train.sequences}"
     stopped = f" Stopped early: {last['stopped']}." if last.get("stopped") else ""
     return (
         f"{steps} steps of {batch} sequences x {train.anchors} anchor blocks, AdamW, peak learning rate "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+
+from dspark_fast.training.metrics import best_so_far
 
 if TYPE_CHECKING:
     from dspark_fast.training.trainer import Trainer
@@ -40,12 +43,22 @@ def save_best(trainer: Trainer) -> None:
     _write(_weights(trainer), trainer.folder / "best.safetensors", {"step": str(trainer.step)})
 
 
-def load_best(trainer: Trainer) -> None:
-    """Give the drafter the weights of its best evaluation; nothing happens if there was none."""
-    trainer.workers.wait()
-    path = trainer.folder / "best.safetensors"
-    if path.is_file():
+def load_best(trainer: Trainer, history: list[dict[str, Any]]) -> None:
+    """Give the drafter the weights of the best evaluation of ``history``; nothing happens if there was none.
+
+    Warns, and leaves the weights as they are, where those of the best evaluation are lost: of a run that was stopped
+    after it, before its next checkpoint, and went on without an evaluation at that step.
+    """
+    path, (best, _) = trainer.folder / "best.safetensors", best_so_far(history)
+    there = trainer.workers.first and path.is_file() and _step(path) == best
+    # the file was written by the first one's history, and is whole when the first one says so
+    if trainer.workers.first_says(there, trainer.draft.device):
         _load(trainer, load_file(path))
+    elif best and trainer.workers.first:
+        warnings.warn(
+            f"the weights of the best evaluation, at step {best}, are lost: the drafter keeps the last ones",
+            stacklevel=2,
+        )
 
 
 def resume(trainer: Trainer) -> list[dict[str, Any]]:
@@ -58,6 +71,7 @@ def resume(trainer: Trainer) -> list[dict[str, Any]]:
         ValueError: if it was made with other settings, naming those that differ.
     """
     path, metrics = trainer.folder / "checkpoint.safetensors", trainer.folder / "metrics.jsonl"
+    best = trainer.folder / "best.safetensors"
     if trainer.workers.first:  # what a kill cut short; safetensors writes its files aside too, as .tmp and 6 characters
         for name in (".checkpoint.*", ".best.*", ".metrics.*", ".tmp??????"):
             for aside in trainer.folder.glob(name):
@@ -66,7 +80,7 @@ def resume(trainer: Trainer) -> list[dict[str, Any]]:
         trainer.workers.wait()
         if trainer.workers.first:  # of a run that was stopped before its first checkpoint
             metrics.unlink(missing_ok=True)
-            (trainer.folder / "best.safetensors").unlink(missing_ok=True)
+            best.unlink(missing_ok=True)
         return []
     with safe_open(path, framework="pt") as file:
         extra = file.metadata()
@@ -94,7 +108,25 @@ def resume(trainer: Trainer) -> list[dict[str, Any]]:
         aside = trainer.folder / f".metrics.{os.getpid()}"
         aside.write_text("".join(line for line, _ in rows), encoding="utf-8")
         os.replace(aside, metrics)
-    return [{key: row[key] for key in ("step", "held_out", "stopped") if key in row} for _, row in rows]
+    history = [{key: row[key] for key in ("step", "held_out", "stopped") if key in row} for _, row in rows]
+    # Of an evaluation after the checkpoint, which may never come again if it is now another step's turn
+    if trainer.workers.first and best.is_file() and _step(best) != best_so_far(history)[0]:
+        best.unlink()
+    return history
+
+
+def frozen_hash(trainer: Trainer) -> str:
+    """Of the weights that are not trained, 16 hexadecimal digits."""
+    frozen = hashlib.sha256()
+    for name, weight in trainer.draft.named_parameters():
+        if name not in trainer.parameters:
+            frozen.update(weight.detach().float().cpu().numpy().tobytes())
+    return frozen.hexdigest()[:16]
+
+
+def _step(path: Path) -> int:
+    with safe_open(path, framework="pt") as file:
+        return int(file.metadata()["step"])
 
 
 def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -118,10 +150,6 @@ def _write(tensors: dict[str, torch.Tensor], path: Path, extra: dict[str, str]) 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:
     """What a run that goes on must have in common with this one."""
-    frozen = hashlib.sha256()
-    for name, weight in trainer.draft.named_parameters():
-        if name not in trainer.parameters:
-            frozen.update(weight.detach().float().cpu().numpy().tobytes())
     settings = asdict(trainer.settings)
     # workers that share a step's batches among them change nothing but who computes what
     settings["accumulate"] *= trainer.workers.count
@@ -129,5 +157,5 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
         **settings,
         **{key: getattr(trainer.draft.config, key) for key in SHAPE},
         "responses": trainer.train_batches.source.identity(),
-        "frozen": frozen.hexdigest()[:16],
+        "frozen": trainer.frozen,
     }

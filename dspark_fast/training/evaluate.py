@@ -67,7 +67,8 @@ def held_out_prompts(
 
     Built-in ones are those that :func:`~dspark_fast.training.prompts.is_held_out` keeps from training. It looks at the
     messages alone, so no run trains on such a conversation, whatever its seed. (With another seed a question may come
-    again under another system message and be trained on: 2 times in 32,000 prompts of 4 seeds.)
+    again under another system message and be trained on: 2 times in 32,000 prompts of 4 seeds.) Where the template
+    refuses a system message, as some do with every one, a built-in question is asked without it.
 
     Args:
         tokenizer: the target's.
@@ -90,11 +91,18 @@ def held_out_prompts(
         raise ValueError(f"no prompt stands in {', '.join(map(str, prompt_files))}")
     found = []
     for prompt in mine or _built_in(per_domain, seed):
+        messages = list(prompt.messages)
         try:
-            found.append(HeldOut(prompt.domain, conversation_ids(tokenizer, list(prompt.messages))))
+            try:
+                ids = conversation_ids(tokenizer, messages)
+            except TemplateError:
+                if mine or messages[0]["role"] != "system":
+                    raise
+                ids = conversation_ids(tokenizer, messages[1:])
         except TemplateError as error:
-            text = prompt.messages[-1]["content"][:40]
+            text = messages[-1]["content"][:40]
             raise ValueError(f"the target's chat template refuses the prompt {text!r}: {error}") from error
+        found.append(HeldOut(prompt.domain, ids))
     return found
 
 

@@ -46,19 +46,27 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.input_ids)
 
-    def to(self, device: torch.device, *, top_tokens: int = 0) -> Sequences:
-        """On a device, with the ``top_tokens`` largest probabilities or without any.
+    def to(self, device: torch.device, *, top_tokens: int | None = 0) -> Sequences:
+        """On a device, with the ``top_tokens`` largest probabilities or without any; None keeps those that there are.
 
         Raises:
             ValueError: for more than there are.
         """
         parts = dict(vars(self))
         there = 0 if self.top_tokens is None else self.top_tokens.shape[-1]
+        top_tokens = there if top_tokens is None else top_tokens
         if top_tokens > there:
             raise ValueError(f"top_tokens is {top_tokens}, the features hold {there}: make them again with more")
         for key in ("top_tokens", "top_probs"):
             parts[key] = parts[key][..., :top_tokens] if top_tokens else None
-        return Sequences(**{key: None if value is None else value.to(device) for key, value in parts.items()})
+        # The host need not wait for a copy out of page-locked memory; for one into its own memory it must.
+        moved = {key: v if v is None else v.to(device, non_blocking=v.is_pinned()) for key, v in parts.items()}
+        return Sequences(**moved)
+
+    def pinned(self) -> Sequences:
+        """In page-locked memory, from which a GPU copies while the host goes on; what lies on a GPU stays there."""
+        parts = vars(self).items()
+        return Sequences(**{key: v if v is None or v.is_cuda else v.pin_memory() for key, v in parts})
 
 
 class Source(Protocol):

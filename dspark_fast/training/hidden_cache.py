@@ -31,6 +31,9 @@ RECORD = struct.Struct("<QIIQQQQQ")
 SHARD_BYTES = 2**30
 DTYPES = {"hidden_dtype": "bfloat16", "token_dtype": "int32", "mask_dtype": "uint8"}
 
+# Of a manifest; a target whose folder was moved is the same one, its class and weights say which
+NOT_COMPARED = ("num_samples", "num_shards", "shards", "target_model_name_or_path")
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -62,7 +65,8 @@ class CacheWriter:
 
     Args:
         folder: of the cache; made if it does not exist.
-        made_for: what the target and the extraction were; goes into the manifest, must equal what is there.
+        made_for: what the target and the extraction were; goes into the manifest, must equal what is there (but for
+            the target's name).
         layer_ids: the tapped layers.
         hidden_size: H.
         top_tokens: K, 0 for none.
@@ -137,7 +141,7 @@ class CacheWriter:
         if not path.is_file():
             return
         theirs = json.loads(path.read_text(encoding="utf-8"))
-        keys = [key for key in {**self.manifest, **theirs} if key not in ("num_samples", "num_shards", "shards")]
+        keys = [key for key in {**self.manifest, **theirs} if key not in NOT_COMPARED]
         differs = [key for key in keys if theirs.get(key) != self.manifest.get(key)]
         if differs:
             what = "; ".join(f"{key} is {theirs.get(key)}, asked for is {self.manifest.get(key)}" for key in differs)

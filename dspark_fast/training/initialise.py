@@ -31,9 +31,9 @@ def initialise_from_target(draft: DSparkDraft, model: Any, sample: torch.Tensor)
     Returns:
         Whether it was done; false (and nothing touched) if the target's layers have other parts or shapes.
     """
-    layers = decoder_layers(model)[-len(draft.layers) :]
-    if len(layers) < len(draft.layers) or not all(map(_fits, draft.layers, layers)):
+    if not fits_target(draft, model):
         return False
+    layers = decoder_layers(model)[-len(draft.layers) :]
     scales = _query_key_scales(model, layers, sample)
     for ours, theirs, (q_scale, k_scale) in zip(draft.layers, layers, scales, strict=True):
         for name, module in ours.named_modules():
@@ -57,6 +57,16 @@ def initialise_from_target(draft: DSparkDraft, model: Any, sample: torch.Tensor)
         _principal_components(model.get_input_embeddings().weight, draft.markov_head.markov_w1.weight)
         draft.markov_head.markov_w2.weight.zero_()
     return True
+
+
+@torch.no_grad()
+def fits_target(draft: DSparkDraft, model: Any) -> bool:
+    """Whether :func:`initialise_from_target` can be done: the target's last layers have the drafter's parts and shapes.
+
+    Shapes are all that is read of the drafter, which may be on the device ``meta``.
+    """
+    layers = decoder_layers(model)[-len(draft.layers) :]
+    return len(layers) == len(draft.layers) and all(map(_fits, draft.layers, layers))
 
 
 def _principal_components(embedding: torch.Tensor, w1: torch.Tensor, rms: float = 0.25) -> None:

@@ -46,7 +46,8 @@ class Tally:
             for slot in range(counted.shape[-1]):
                 kept = counted[..., slot]
                 p, c = predicted[..., slot][kept], overlap[..., slot][kept]
-                where = (p * BINS).long().clamp(max=BINS - 1)
+                # NaN has no bin of its own: any one keeps it in the sum of predictions, where means() finds it
+                where = (p.nan_to_num() * BINS).long().clamp(max=BINS - 1)
                 self.bins[slot].index_add_(0, where, torch.stack([torch.ones_like(p), p, c], dim=-1))
 
     def over(self, workers: Workers) -> Tally:
@@ -64,6 +65,9 @@ class Tally:
             evaluated: the batches were each their own step, so that their losses' mean is wanted, and calibration too:
                 ``calibration[slot][bin]`` is [number, mean predicted, mean c*], ``ece[slot]`` the mean distance of the
                 latter two, weighted by number.
+
+        Raises:
+            FloatingPointError: for an evaluation in which the confidence head predicted no number.
         """
         losses = self.losses / (self.batches if evaluated else 1)
         tau = (self.survival[0] / self.survival[1]).item() if self.survival[1] else float("nan")
@@ -73,6 +77,8 @@ class Tally:
             "tau": tau,
             "accept": [round(value, 4) for value in accept.tolist()],
         }
+        if evaluated and not self.bins[..., 1].isfinite().all():
+            raise FloatingPointError("the confidence head's prediction is not finite on the evaluated text")
         if evaluated and self.bins.any():
             number = self.bins[..., :1]
             means = self.bins[..., 1:] / number.clamp(min=1)
@@ -84,8 +90,13 @@ class Tally:
 
 
 def best_so_far(history: list[dict[str, Any]]) -> tuple[int, int]:
-    """The step of the best held-out acceptance length, and how many evaluations have come since (0: it is the last)."""
+    """The step of the best held-out acceptance length, and how many evaluations have come since (0: it is the last).
+
+    Step 0 where there was no evaluation.
+    """
     evaluations = [(row["step"], row["held_out"]["tau"]) for row in history if "held_out" in row]
+    if not evaluations:
+        return 0, 0
     taus = [tau if tau is not None and not math.isnan(tau) else -math.inf for _, tau in evaluations]
     best = taus.index(max(taus))
     return evaluations[best][0], len(taus) - 1 - best

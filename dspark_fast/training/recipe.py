@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +16,13 @@ from dspark_fast.draft import DSparkDraft
 from dspark_fast.training.evaluate import Acceptance, held_out_prompts, measure_acceptance, with_mean
 from dspark_fast.training.features import Batches, CachedFeatures, LiveFeatures, check_head, write_features
 from dspark_fast.training.initialise import initialise_from_target
+from dspark_fast.training.preflight import INITIALISE, accepted, answer_tokens, note_run, read_run, run_of, written_with
 from dspark_fast.training.prompts import Prompt, read_prompts, training_prompts
 from dspark_fast.training.responses import Response, generate_responses, merge_parts, read_responses
 from dspark_fast.training.trainer import Trainer, TrainSettings
 from dspark_fast.training.workers import Workers
+
+HELD_OUT_TOGETHER = 8  # sequences per batch, whatever --sequences is: evaluation looks at the first 8 batches
 
 # on_progress(stage, done, of): `of` is 0 where the stage has no known end
 OnProgress = Callable[[str, int, int], None]
@@ -71,10 +73,13 @@ def collect(
         prompt_files: the user's own prompts as JSONL; read first, the built-in ones after.
         gsm8k: GSM8K training questions as JSONL, mixed into the built-in prompts.
         workers: processes that share the answering; the features are then the first one's work, or everyone's if live.
-        on_progress: told the stage, what is done and of how much.
+        on_progress: told the stage, what is done and of how much; of this worker's share of the responses.
 
     Returns:
         Features to train on, and those held out.
+
+    Raises:
+        ValueError: for a folder of other answers or features; for a prompt that the chat template refuses.
     """
     workers = workers or Workers()
     check_head(model)
@@ -83,43 +88,65 @@ def collect(
         merge_parts(folder)
     workers.wait()
     prompts: Iterable[Prompt] = chain(*map(read_prompts, prompt_files), training_prompts(recipe.seed, gsm8k))
+    # What is there is no worker's share of what is missing.
+    before = answer_tokens(folder) if workers.count > 1 else 0
+    before = before if before < recipe.tokens else 0
+    share = -(-(recipe.tokens - before) // workers.count)
+    workers.wait()  # all have read what was there before one writes more
     generate_responses(
         model,
         tokenizer,
-        prompts,
+        accepted(tokenizer, prompts),
         folder / "responses.jsonl",
         tokens=recipe.tokens,
         max_new_tokens=recipe.max_new_tokens,
         seed=recipe.seed,
         workers=workers,
-        on_progress=lambda done: on_progress("responses", done, recipe.tokens),
+        on_progress=lambda done: on_progress("responses", done - before, share),
     )
     workers.wait()
     if workers.first:
         merge_parts(folder)
+        note_run(folder, run_of(model, recipe), tokens=max(recipe.tokens, read_run(folder).get("tokens", 0)))
     workers.wait()
     responses = list(read_responses(folder / "responses.jsonl"))
     parts = {chosen: [r for r in responses if r.held_out == chosen] for chosen in (False, True)}
-    together = recipe.train.sequences
+    together = (recipe.train.sequences, HELD_OUT_TOGETHER)
     if recipe.live:
-        train, held_out = (_live(model, parts[chosen], layer_ids, recipe) for chosen in (False, True))
-        return Batches(train, together), Batches(held_out, together)
-    done = 0
-    for chosen, name in ((True, "held-out"), (False, "train")):
+        sources = [_live(model, parts[chosen], layer_ids, recipe) for chosen in (False, True)]
+    else:
         if workers.first:
-            write_features(
-                model,
-                parts[chosen],
-                folder / "features" / name,
-                layer_ids,
-                top_tokens=recipe.train.top_tokens,
-                made_for=made_for,
-                on_progress=lambda n, before=done: on_progress("features", before + n, len(responses)),
-            )
+            _extract(model, parts, folder / "features", layer_ids, recipe, made_for, on_progress)
+        workers.wait()
+        sources = [CachedFeatures(folder / "features" / name, layer_ids) for name in ("train", "held-out")]
+    train, held_out = map(Batches, sources, together)
+    return train, held_out
+
+
+def _extract(
+    model: Any,
+    parts: dict[bool, list[Response]],
+    folder: Path,
+    layer_ids: Sequence[int],
+    recipe: Recipe,
+    made_for: dict[str, Any],
+    on_progress: OnProgress,
+) -> None:
+    """Stage 2, cached; ``parts`` are the responses by whether they are held out."""
+    done, of = 0, sum(map(len, parts.values()))
+    for chosen, name in ((True, "held-out"), (False, "train")):
+        # A folder with more taps or top tokens than are wanted goes on with its own, and is read in part.
+        layers, top_tokens = written_with(folder / name, layer_ids, recipe.train.top_tokens)
+        write_features(
+            model,
+            parts[chosen],
+            folder / name,
+            layers,
+            top_tokens=top_tokens,
+            made_for=made_for,
+            on_progress=lambda n, before=done: on_progress("features", before + n, of),
+        )
         done += len(parts[chosen])
-    workers.wait()
-    train, held_out = (CachedFeatures(folder / "features" / name) for name in ("train", "held-out"))
-    return Batches(train, together), Batches(held_out, together)
 
 
 def _live(model: Any, responses: list[Response], layer_ids: Sequence[int], recipe: Recipe) -> LiveFeatures:
@@ -131,26 +158,14 @@ def remember(folder: Path, model: Any, recipe: Recipe) -> dict[str, Any]:
     """Note in ``run.json`` whose answers the folder holds; a folder of other answers is refused.
 
     Returns:
-        What names the target: its configuration's name, its class and a hash of some of its weights.
+        What names the target: its configuration's name, its class and a hash of a little of all its weights. The name
+        is a remark: a folder that was moved is the same target.
 
     Raises:
         ValueError: naming what differs, with both values.
     """
-    weight = model.get_input_embeddings().weight[:64].detach().float().cpu()
-    ours = {
-        "target": type(model).__name__,
-        "weights": hashlib.sha256(weight.numpy().tobytes()).hexdigest()[:16],
-        "max_new_tokens": recipe.max_new_tokens,
-        "seed": recipe.seed,
-    }
-    path = folder / "run.json"
-    if path.is_file():
-        theirs = json.loads(path.read_text(encoding="utf-8"))
-        for key, value in ours.items():
-            if theirs.get(key) != value:
-                raise ValueError(f"{folder} holds answers with {key} {theirs.get(key)}, asked for is {value}")
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(ours, indent=2) + "\n", encoding="utf-8")
+    ours = run_of(model, recipe)
+    note_run(folder, ours)
     return {
         "target_model_name_or_path": getattr(model.config, "_name_or_path", ""),
         "target_class": ours["target"],
@@ -164,8 +179,8 @@ def fresh_draft(model: Any, recipe: Recipe, sample: torch.Tensor) -> DSparkDraft
     Raises:
         ValueError: for an ``initialise`` other than ``target`` and ``random``, or a shape that cannot be.
     """
-    if recipe.initialise not in ("target", "random"):
-        raise ValueError(f"initialise is {recipe.initialise!r}: accepted are 'target' and 'random'")
+    if recipe.initialise not in INITIALISE:
+        raise ValueError(f"initialise is {recipe.initialise!r}: accepted are {' and '.join(map(repr, INITIALISE))}")
     torch.manual_seed(recipe.seed)
     draft = DSparkDraft(DSparkConfig.from_target(model.config, **recipe.shape)).float().tie_to(model)
     if recipe.initialise == "target":

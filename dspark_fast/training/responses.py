@@ -192,6 +192,8 @@ def _answer(
         ids = torch.tensor([[pad] * (width - len(text)) + text for text in texts], device=model.device)
         mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=model.device)
         sampling = {} if greedy else {"temperature": temperature, "top_p": top_p, "top_k": 20}
+        # Without a drafter: large batches are bound by arithmetic, which drafts only add to. Of 128 rows one core gives
+        # 303 tokens a second so, and 217 with transformers' own generate.
         out = generate(
             model,
             None,

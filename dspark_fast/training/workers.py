@@ -33,14 +33,31 @@ class Workers:
 
         Args:
             device: ``cuda`` takes NCCL and this process's own GPU, anything else gloo.
+
+        Raises:
+            ValueError: for ``cuda`` where there is none, one GPU (``cuda:1``) for several processes, more processes
+                than GPUs, and for numbers from the environment that are none.
         """
-        count = int(os.environ.get("WORLD_SIZE", "1"))
+        count, on_gpu = _number("WORLD_SIZE", least=1, default=1), device.startswith("cuda")
+        if on_gpu and not torch.cuda.is_available():
+            raise ValueError(f"device is {device!r}, but PyTorch finds no GPU here")
         if count == 1:
             return cls()
-        if not dist.is_initialized():
-            if device.startswith("cuda"):
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=PATIENCE)
+        if dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size())
+        # All is looked at before the others are waited for: a process that raises while they wait leaves them there.
+        rank, local = _number("RANK", least=0), _number("LOCAL_RANK", least=0, default=0)
+        if rank >= count:
+            raise ValueError(f"RANK is {rank}, of processes there are {count} (WORLD_SIZE)")
+        if on_gpu:
+            if device != "cuda":
+                raise ValueError(f"device is {device!r} for {count} processes: ask for 'cuda', and each takes its own")
+            if local >= torch.cuda.device_count():
+                raise ValueError(
+                    f"LOCAL_RANK is {local}, but the GPUs are {torch.cuda.device_count()}: start one process for each"
+                )
+            torch.cuda.set_device(local)
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
         return cls(dist.get_rank(), dist.get_world_size())
 
     def device(self, device: str) -> str:
@@ -65,6 +82,10 @@ class Workers:
             dist.all_reduce(values)
         return values
 
+    def first_says(self, flag: bool, device: torch.device) -> bool:
+        """The first one's flag, for all: another's rounding could decide otherwise, and leave the others waiting."""
+        return bool(self.sum(torch.tensor(float(self.first and flag), device=device)))
+
     def wait(self) -> None:
         """Until all are here."""
         if self.count > 1:
@@ -74,3 +95,15 @@ class Workers:
         """Take leave of the others."""
         if self.count > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _number(name: str, *, least: int, default: int | None = None) -> int:
+    """A whole number that torchrun sets in the environment."""
+    value = os.environ.get(name)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        raise ValueError(f"{name} is not set in the environment, though WORLD_SIZE is: torchrun sets both")
+    if not value.isdecimal() or int(value) < least:
+        raise ValueError(f"{name} is {value!r} in the environment: a whole number from {least} on is needed")
+    return int(value)
