@@ -136,7 +136,8 @@ def _optimisation(train: TrainSettings, last: dict[str, Any], workers: int) -> s
     stopped = f" Stopped early: {last['stopped']}." if last.get("stopped") else ""
     return (
         f"{steps} steps of {batch} sequences x {train.anchors} anchor blocks, AdamW, peak learning rate "
-        f"{train.learning_rate:g},\nwarm-up {train.warm_up:.0%}, cosine to 0.{stopped} Losses weighted "
+        f"{train.learning_rate:g}\n(Markov weights {train.markov_rate:g} times that), warm-up {train.warm_up:.0%}, "
+        f"cosine to 0.{stopped} Losses weighted "
         f"{loss.cross_entropy:g} cross-entropy, {loss.total_variation:g} total variation,\n"
         f"{loss.confidence:g} confidence, decay exp(-j/{loss.decay:g})."
     )
