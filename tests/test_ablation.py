@@ -34,7 +34,7 @@ def bench():
 @pytest.fixture(scope="module")
 def tiny(bench, make_target, tmp_path_factory):
     """Features of a random target, two variants of its size, and ``train(name, work)``."""
-    model = make_target()
+    model = make_target(fresh=True)
     generator = torch.Generator().manual_seed(1)
     run = tmp_path_factory.mktemp("run")
     for part, count in (("train", 6), ("held-out", 2)):
