@@ -143,7 +143,8 @@ def make(scale: dict[str, Any], device: torch.device) -> SimpleNamespace:
     features = torch.randn(batch, length, scale["taps"] * hidden, device=device, dtype=torch.bfloat16)
     last = torch.randn(batch, length, hidden, device=device, dtype=torch.bfloat16)
     arguments = (ids, features, last, mask, anchors, valid)
-    return SimpleNamespace(draft=draft, arguments=arguments, blocks=int(valid.sum()), device=device)
+    before = [parameter.detach().clone() for parameter in draft.parameters() if parameter.requires_grad]
+    return SimpleNamespace(draft=draft, arguments=arguments, before=before, blocks=int(valid.sum()), device=device)
 
 
 def stepper(problem: SimpleNamespace, flex: bool, compiled: bool, fused: bool) -> Any:
@@ -152,7 +153,6 @@ def stepper(problem: SimpleNamespace, flex: bool, compiled: bool, fused: bool) -
     draft = problem.draft
     run = torch.compile(run_blocks, dynamic=True) if compiled else run_blocks
     parameters = [parameter for parameter in draft.parameters() if parameter.requires_grad]
-    before = [parameter.detach().clone() for parameter in parameters]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0)
 
     def blocks(*values: Any) -> torch.Tensor:
@@ -160,7 +160,7 @@ def stepper(problem: SimpleNamespace, flex: bool, compiled: bool, fused: bool) -
 
     def step() -> tuple[float, float]:
         with torch.no_grad():
-            for parameter, value in zip(parameters, before, strict=True):
+            for parameter, value in zip(parameters, problem.before, strict=True):
                 parameter.copy_(value)
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(problem.device.type, dtype=torch.bfloat16):
