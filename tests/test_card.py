@@ -96,14 +96,6 @@ def test_plot_of_older_metrics(figure, tmp_path):
     assert not (tmp_path / "empty.png").exists()
 
 
-def test_an_error_that_nobody_noted_is_computed(figure, tmp_path):
-    path = metrics(tmp_path / "metrics")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    del rows[-1]["held_out"]["ece"]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert words(figure(path).axes[3])[0] == "slot 1: 0.175"  # (30 x 0.1 + 10 x 0.4) / 40
-
-
 def test_labels_do_not_overlap(figure, tmp_path):
     """Seven curves that end in nearly one place."""
     from matplotlib.text import Text

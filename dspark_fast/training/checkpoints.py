@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from dspark_fast.training.metrics import best_so_far
 
 if TYPE_CHECKING:
-    from dspark_fast.training.trainer import Trainer
+    from dspark_fast.config import DSparkConfig
+    from dspark_fast.training.trainer import Trainer, TrainSettings
 
 # What of a drafter's configuration a checkpoint belongs to
 SHAPE = (
@@ -82,17 +83,9 @@ def resume(trainer: Trainer) -> list[dict[str, Any]]:
             metrics.unlink(missing_ok=True)
             best.unlink(missing_ok=True)
         return []
-    with safe_open(path, framework="pt") as file:
-        extra = file.metadata()
-    theirs, ours = json.loads(extra["settings"]), json.loads(json.dumps(_settings(trainer)))
-    changed = [key for key in ours if key not in LOOSE and theirs.get(key, ours[key]) != ours[key]]
-    if changed:
-        values = "; ".join(f"{key} was {theirs.get(key)}, is {ours[key]}" for key in changed)
-        raise ValueError(
-            f"{path} was made with other settings: {values}; take another folder, or delete it to train anew"
-        )
+    check_settings(path, _settings(trainer))
     tensors = load_file(path)
-    trainer.step = int(extra["step"])
+    trainer.step = _step(path)
     _load(trainer, tensors)
     for name, parameter in trainer.parameters.items():
         trainer.optimizer.state[parameter] = {
@@ -113,6 +106,30 @@ def resume(trainer: Trainer) -> list[dict[str, Any]]:
     if trainer.workers.first and best.is_file() and _step(best) != best_so_far(history)[0]:
         best.unlink()
     return history
+
+
+def check_settings(path: Path, ours: dict[str, Any]) -> None:
+    """Whether a checkpoint is one to go on from, by as many settings as are known.
+
+    Raises:
+        ValueError: naming those that differ, with both values.
+    """
+    with safe_open(path, framework="pt") as file:
+        theirs = json.loads(file.metadata()["settings"])
+    ours = json.loads(json.dumps(ours))  # as JSON has tuples and numbers
+    changed = [key for key in ours if key not in LOOSE and theirs.get(key, ours[key]) != ours[key]]
+    if changed:
+        values = "; ".join(f"{key} was {theirs.get(key)}, is {ours[key]}" for key in changed)
+        raise ValueError(
+            f"{path} was made with other settings: {values}; take another folder, or delete it to train anew"
+        )
+
+
+def known_settings(settings: TrainSettings, config: DSparkConfig, workers: int) -> dict[str, Any]:
+    """What of them is known before there is anything to train on."""
+    # workers that share a step's batches among them change nothing but who computes what
+    shared = {"accumulate": settings.accumulate * workers}
+    return {**asdict(settings), **shared, **{key: getattr(config, key) for key in SHAPE}}
 
 
 def frozen_hash(trainer: Trainer) -> str:
@@ -150,12 +167,8 @@ def _write(tensors: dict[str, torch.Tensor], path: Path, extra: dict[str, str]) 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:
     """What a run that goes on must have in common with this one."""
-    settings = asdict(trainer.settings)
-    # workers that share a step's batches among them change nothing but who computes what
-    settings["accumulate"] *= trainer.workers.count
     return {
-        **settings,
-        **{key: getattr(trainer.draft.config, key) for key in SHAPE},
+        **known_settings(trainer.settings, trainer.draft.config, trainer.workers.count),
         "responses": trainer.train_batches.source.identity(),
         "frozen": trainer.frozen,
     }

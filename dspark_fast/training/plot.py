@@ -128,7 +128,7 @@ def _calibration(axis: Any, held_out: list[tuple[int, dict[str, Any]]]) -> None:
     step, last = looked[-1]
     bins = last["calibration"]
     largest = max((count for slot in bins for count, _, _ in slot), default=0)
-    errors = last.get("ece") or [_calibration_error(slot) for slot in bins]
+    errors = last["ece"]
     for slot, color in enumerate(_sequence(len(bins))):
         filled = [one for one in bins[slot] if one[0]]
         x, y = [one[1] for one in filled], [one[2] for one in filled]
@@ -175,11 +175,6 @@ def _spread(values: list[float], apart: float) -> list[float]:
         for row, index in enumerate(group):
             placed[index] = start(group) + apart * row
     return placed
-
-
-def _calibration_error(bins: list[list[float]]) -> float:
-    total = sum(count for count, _, _ in bins)
-    return sum(count * abs(said - was) for count, said, was in bins) / total if total else float("nan")
 
 
 def _is_known(value: Any) -> bool:

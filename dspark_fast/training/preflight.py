@@ -6,13 +6,11 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
-from safetensors import safe_open
 
 from dspark_fast.config import DSparkConfig
 from dspark_fast.pairing import check_pair
@@ -198,16 +196,7 @@ def _same_training(folder: Path, recipe: Recipe, config: DSparkConfig, workers: 
     path = folder / "checkpoint.safetensors"
     if not path.is_file():
         return
-    with safe_open(path, framework="pt") as file:
-        theirs = json.loads(file.metadata()["settings"])
-    ours = asdict(recipe.train)
-    ours["accumulate"] *= workers
-    ours |= {key: getattr(config, key) for key in checkpoints.SHAPE}
-    ours = json.loads(json.dumps(ours))
-    changed = [key for key in ours if key not in checkpoints.LOOSE and theirs.get(key, ours[key]) != ours[key]]
-    if changed:
-        values = "; ".join(f"{key} was {theirs.get(key)}, is {ours[key]}" for key in changed)
-        raise ValueError(f"{path} was made with other settings: {values}; take another --out, or delete it and go anew")
+    checkpoints.check_settings(path, checkpoints.known_settings(recipe.train, config, workers))
     # Asked for before: all prompts may have been answered and still be fewer tokens than that.
     before, there = read_run(folder).get("tokens", 0), answer_tokens(folder)
     if recipe.tokens > max(before, there):

@@ -35,7 +35,7 @@ class TrainSettings:
         learning_rate: peak.
         markov_rate: the Markov weights W1 and W2 learn this many times as fast, since a row of theirs is met only where
             its token is: after 200 steps on SmolLM2 the held-out tau was 1.24 with 1, 1.28 with 4, 1.31 with 8, 1.32
-            with 16.
+            with 16 (bench/results/cpu/training_tries.json).
         warm_up: share of the steps.
         sequences: per batch.
         accumulate: batches per step (the paper's step has 512 sequences).
