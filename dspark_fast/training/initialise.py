@@ -20,9 +20,9 @@ def initialise_from_target(draft: DSparkDraft, model: Any, sample: torch.Tensor)
     of the target's last layers, so that training starts from a model that already reads its context. q and k norms,
     which a Llama has not, get the mean RMS of its queries and keys, which leaves the scores' scale as it was.
     ``W1`` begins as the embedding's first principal components at an RMS of 0.25, so that tokens which are alike begin
-    alike. It is the size that told in 200 steps (bench/results/cpu/training_tries.json): the later slots' acceptance
-    was 5 % higher than from the authors' noise of 0.02, and from noise of 0.25 as well. ``W2`` begins at zero: rows that
-    a reduced vocabulary never trains then add no noise at inference.
+    alike. In 200 steps it was the size that told (bench/results/cpu/training_tries.json): the later slots' acceptance
+    was 5 % higher than with the authors' noise of 0.02, and noise of 0.25 did as well. ``W2`` begins at zero: rows
+    that a reduced vocabulary never trains then add no noise at inference.
 
     Args:
         draft: fresh, joined to ``model``.
