@@ -54,13 +54,13 @@ def tiny(bench, make_target, tmp_path_factory):
 
 
 def test_every_answer_is_a_variant_and_changes_one_thing(bench):
-    answers = {name for question in bench.QUESTIONS.values() for name in question.values()}
+    answers = {name for question in sys.modules["ablation_variants"].QUESTIONS.values() for name in question.values()}
     assert answers == {name for name in bench.VARIANTS if not name.startswith("baseline-")}
     base = bench.VARIANTS["baseline"]
     for name, choices in bench.VARIANTS.items():
         changed = [key for key, value in vars(choices).items() if value != getattr(base, key)]
         assert len(changed) == (0 if name == "baseline" else 2 if name.startswith("loss-") else 1), name
-    assert all("baseline" in question.values() for question in bench.QUESTIONS.values())
+    assert all("baseline" in question.values() for question in sys.modules["ablation_variants"].QUESTIONS.values())
 
 
 def test_block_sizes_have_as_many_slots(bench):
@@ -114,10 +114,10 @@ def test_table_and_figure(bench, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ablation.py", "--plot", "--out", str(tmp_path)])
     bench.main()
     assert (tmp_path / "ablation.png").stat().st_size > 1000
-    text = bench.section(result)
+    text = sys.modules["ablation_report"].section(result)
     assert "| layers: 1 | 1.50 | +0.00 |" in text
-    marked = bench.with_section("# Benches\n", text)
-    assert bench.with_section(marked, text) == marked
+    marked = sys.modules["ablation_report"].with_section("# Benches\n", text)
+    assert sys.modules["ablation_report"].with_section(marked, text) == marked
 
 
 def test_the_predicted_speedup_and_the_noise(bench, tiny, tmp_path):
@@ -135,5 +135,5 @@ def test_the_predicted_speedup_and_the_noise(bench, tiny, tmp_path):
     assert result["rows"][0]["predicted_speedup"] == 2.0 * 30 / 40
     assert result["noise"]["deviation"] == pytest.approx(0.1414, abs=1e-4)
     rows = {row["name"]: row for row in result["rows"]}
-    assert bench.difference(rows["depth-1"], rows["baseline"], result["noise"]) == "(+0.10)"
-    assert bench.difference(rows["depth-1"], rows["baseline"], {"difference": 0.05}) == "+0.10"
+    assert sys.modules["ablation_report"].difference(rows["depth-1"], rows["baseline"], result["noise"]) == "(+0.10)"
+    assert sys.modules["ablation_report"].difference(rows["depth-1"], rows["baseline"], {"difference": 0.05}) == "+0.10"
