@@ -23,6 +23,11 @@ class RaggedLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
+    def grow(self, capacity: int) -> None:
+        """Move to buffers of ``capacity`` tokens per row."""
+        if self.is_initialized:
+            self.keys, self.values = (widened(states, 1, capacity) for states in (self.keys, self.values))
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,25 +55,41 @@ class RaggedCache(Cache):
     Args:
         layers: number of decoder layers.
         batch: B.
-        capacity: C, tokens per row; must cover the longest row plus one block.
+        capacity: C, tokens per row; must exceed the longest row and one block.
         device: of the lengths.
 
     Attributes:
         lengths: int64 ``[B]``, valid keys of each row. The driver alone moves it; rolling back is a smaller length.
+        masks: what the attention of one pass shares among its layers; emptied by :meth:`begin`.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int, device: torch.device) -> None:
         super().__init__(layers=[RaggedLayer(self) for _ in range(layers)])
         self.capacity = capacity
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.block = 0
+        self.masks: dict[object, torch.Tensor] = {}
 
-    def begin(self, block: int, longest: int) -> torch.Tensor:
+    @property
+    def memory(self) -> int:
+        """Bytes of K and V."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+
+    def grow(self, capacity: int) -> None:
+        """Make room for ``capacity`` tokens per row; what is cached stays."""
+        for layer in self.layers:
+            layer.grow(capacity)
+        self.capacity = capacity
+
+    def begin(self, block: int, end: int | None) -> torch.Tensor:
         """Announce a forward pass of ``block`` tokens per row.
+
+        A row whose tokens here are padding may stand so far that they do not fit: they all go to its last slot, which
+        is past every row's length.
 
         Args:
             block: T.
-            longest: the largest of ``lengths``, known to the host.
+            end: keys that the longest row has after the pass, known to the host, or at least as many; None where the
+                host must not ask (inside a captured graph): then all of the capacity is handed out.
 
         Returns:
             Their positions, int64 ``[B, T]``.
@@ -76,10 +97,20 @@ class RaggedCache(Cache):
         Raises:
             IndexError: if a row would outgrow the capacity.
         """
-        if longest + block > self.capacity:
-            raise IndexError(f"{longest} + {block} tokens do not fit the cache's capacity of {self.capacity}")
-        self.block = block
-        slots = self.lengths[:, None] + torch.arange(block, device=self.lengths.device)
-        rows = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
-        self.where = rows, slots, longest + block
+        if end is not None and end > self.capacity:
+            raise IndexError(f"{end} tokens do not fit the cache's capacity of {self.capacity}")
+        device = self.lengths.device
+        slots = (self.lengths[:, None] + torch.arange(block, device=device)).clamp(max=self.capacity - 1)
+        rows = torch.arange(len(self.lengths), device=device)[:, None]
+        self.where = rows, slots, self.capacity if end is None else end
+        self.masks.clear()
         return slots
+
+
+def widened(tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+    """A copy of ``tensor`` whose ``axis`` has ``size``, zeros behind what it held."""
+    shape = list(tensor.shape)
+    held, shape[axis] = shape[axis], size
+    wide = tensor.new_zeros(shape)
+    wide.narrow(axis, 0, held).copy_(tensor)
+    return wide

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from dspark_fast import ops
+from dspark_fast.cache import widened
 from dspark_fast.draft import DSparkDraft
 
 
@@ -55,6 +56,13 @@ class Drafter(Protocol):
     def begin(self, batch: int, capacity: int, device: torch.device) -> None:
         """Make room for ``batch`` rows of up to ``capacity`` tokens."""
 
+    def grow(self, capacity: int) -> None:
+        """Make room for ``capacity`` tokens per row; what is known stays."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes that its caches take."""
+
     def commit(
         self, tokens: torch.Tensor, features: torch.Tensor | None, offsets: torch.Tensor, counts: torch.Tensor
     ) -> None:
@@ -76,10 +84,14 @@ class NoDrafter:
 
     block_size = 0
     target_layer_ids: list[int] = []  # noqa: RUF012
+    memory = 0
 
     def begin(self, batch: int, capacity: int, device: torch.device) -> None:
         self._none = torch.zeros(batch, 0, dtype=torch.long, device=device)
         self._zero = torch.zeros(batch, dtype=torch.long, device=device)
+
+    def grow(self, capacity: int) -> None:
+        pass
 
     def commit(
         self, tokens: torch.Tensor, features: torch.Tensor | None, offsets: torch.Tensor, counts: torch.Tensor
@@ -121,6 +133,13 @@ class DSparkDrafter:
         self._values = torch.zeros(shape, dtype=self.draft.dtype, device=device)
         self._block = torch.arange(self.block_size, device=device)
         self._full = torch.full((batch,), self.block_size, dtype=torch.long, device=device)
+
+    def grow(self, capacity: int) -> None:
+        self._keys, self._values = (widened(one, 2, capacity) for one in (self._keys, self._values))
+
+    @property
+    def memory(self) -> int:
+        return self._keys.nbytes + self._values.nbytes
 
     def commit(
         self, tokens: torch.Tensor, features: torch.Tensor | None, offsets: torch.Tensor, counts: torch.Tensor

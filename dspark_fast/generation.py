@@ -11,11 +11,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dspark_fast.draft import DSparkDraft
 from dspark_fast.drafters import Drafter, DSparkDrafter, NoDrafter, Noise
-from dspark_fast.loop import Cuts, DecodingState, Limits, decode
+from dspark_fast.loop import Plan, decode
 from dspark_fast.packing import pack
 from dspark_fast.pairing import check_pair
 from dspark_fast.reference import expand_seeds
 from dspark_fast.requests import Request, read_request
+from dspark_fast.round import Cuts, Sampling
+from dspark_fast.state import DecodingState, Limits
 from dspark_fast.stats import Stats
 
 VERIFICATIONS = ("rejection", "coupled")
@@ -92,16 +94,13 @@ class Decoding:
             for token in rows[0] if streamer is not None else ():
                 streamer.put(torch.tensor([token]))
 
-        state, self.stats = decode(
-            model,
-            self._drafter,
-            prompts,
-            lengths,
-            noise=noise,
-            cuts=Cuts(request.top_k, request.top_p, request.min_p) if request.do_sample else Cuts(),
-            limits=Limits(request.new_tokens, torch.tensor(request.stop_tokens, device=input_ids.device)),
+        cuts = Cuts(request.top_k, request.top_p, request.min_p) if request.do_sample else Cuts()
+        plan = Plan(
+            Sampling(noise, cuts),
+            Limits(request.new_tokens, torch.tensor(request.stop_tokens, dtype=torch.long, device=input_ids.device)),
             on_commit=stream,
         )
+        state, self.stats = decode(model, self._drafter, prompts, lengths, plan)
         if streamer is not None:
             streamer.end()
         sequences = _sequences(input_ids, state, request.pad_token)

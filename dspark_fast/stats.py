@@ -19,17 +19,24 @@ class Seconds:
         draft: proposing blocks and projecting newly committed context.
         verify: the target's passes over the drafts, and acceptance.
         bookkeeping: committing tokens, stop conditions, streaming.
+        plain: all of the steps made while speculation was switched off.
     """
 
     prefill: float = 0.0
     draft: float = 0.0
     verify: float = 0.0
     bookkeeping: float = 0.0
+    plain: float = 0.0
 
     @property
     def rounds(self) -> float:
-        """Everything after the prefill."""
+        """The draft-verify-commit rounds."""
         return self.draft + self.verify + self.bookkeeping
+
+    @property
+    def after_prefill(self) -> float:
+        """Everything after the prefill."""
+        return self.rounds + self.plain
 
 
 @dataclass
@@ -42,31 +49,45 @@ class Stats:
         seeds: the 64-bit seed of each row; a row run alone with its seed gives the same tokens.
         new_tokens: committed tokens of each row, the first (which the prefill gives) included.
         rounds: draft-verify-commit rounds.
+        plain_steps: steps of one token, made while speculation was switched off because it lost, or to time one.
+        pauses: how often it was switched off.
         acceptance_lengths: by row, the committed tokens of each of its rounds, bonus included. A round that ends on an
             accepted stop token counts what it accepted; one cut by the length limit is not trimmed.
         proposed: by block position, how often a draft there was verified.
         accepted: by block position, how often it was accepted, with all before it.
         seconds: wall clock by part.
-        capacity: tokens per row that the caches were made for.
+        capacity: tokens per row that the caches had room for at the end.
+        memory: bytes of cached keys and values, of ``target`` and ``drafter``.
     """
 
     batch: int
     mode: str
     seeds: list[int]
     block_size: int
-    capacity: int
     new_tokens: list[int] = field(default_factory=list)
     rounds: int = 0
+    plain_steps: int = 0
+    pauses: int = 0
     acceptance_lengths: list[list[int]] = field(default_factory=list)
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     seconds: Seconds = field(default_factory=Seconds)
+    capacity: int = 0
+    memory: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.new_tokens = [0] * self.batch
         self.acceptance_lengths = [[] for _ in range(self.batch)]
         self.proposed = [0] * self.block_size
         self.accepted = [0] * self.block_size
+
+    def count(self, row: int, acceptance: int, proposed: int, accepted: int) -> None:
+        """Add one row's part of a round: its acceptance length, and how many drafts were judged and accepted."""
+        self.acceptance_lengths[row].append(acceptance)
+        # Behind an accepted stop token nothing was really proposed.
+        for slot in range(min(proposed, acceptance) if acceptance <= accepted else proposed):
+            self.proposed[slot] += 1
+            self.accepted[slot] += slot < accepted
 
     @property
     def acceptance_length(self) -> float:
@@ -77,7 +98,8 @@ class Stats:
     @property
     def tokens_per_second(self) -> float:
         """New tokens of all rows per second after the prefill (which gives each row's first token)."""
-        return (sum(self.new_tokens) - self.batch) / self.seconds.rounds if self.seconds.rounds else float("nan")
+        seconds = self.seconds.after_prefill
+        return (sum(self.new_tokens) - self.batch) / seconds if seconds else float("nan")
 
     @property
     def latency(self) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -12,46 +13,94 @@ from dspark_fast.attention import attending, check_attention, ragged
 from dspark_fast.cache import RaggedCache
 from dspark_fast.taps import Taps, tapped
 
+#: Tokens per row and pass while a prompt is read: long prompts come in chunks, so that neither the scores of a pass nor
+#: its hidden states grow with the square of the prompt, or with all of it.
+PREFILL_CHUNK = 2048
 
-class Target:
-    """A transformers model being driven; made by :func:`driven`."""
+# on_features(tokens [B, N], features [B, N, m*H] or None, offsets [B], counts [B]): see Drafter.commit
+OnFeatures = Callable[[torch.Tensor, "torch.Tensor | None", torch.Tensor, torch.Tensor], None]
+
+
+class Target(Protocol):
+    """A model being driven."""
+
+    def prefill(self, tokens: torch.Tensor, counts: torch.Tensor, on_features: OnFeatures) -> torch.Tensor:
+        """Read each row's first ``counts`` of ``tokens``; returns logits ``[B, 1, V]`` at each row's last one."""
+
+    def verify(self, ids: torch.Tensor, end: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Read anchor and drafts ``[B, T]``; returns logits ``[B, T, V]`` and features ``[B, T, m*H]``."""
+
+    def advance(self, taken: torch.Tensor) -> None:
+        """Keep the first ``taken`` ``[B]`` tokens of that pass, and roll the rest back."""
+
+    def grow(self, capacity: int) -> None:
+        """Make room for ``capacity`` tokens per row."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes that its cache takes."""
+
+
+class RaggedTarget:
+    """A transformers model behind our cache and our attention, any number of rows, each of its own length."""
 
     def __init__(self, model: PreTrainedModel, cache: RaggedCache, taps: Taps) -> None:
         self.model = model
         self.cache = cache
         self._taps = taps
 
-    def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Read the prompts.
+    @property
+    def memory(self) -> int:
+        return self.cache.memory
+
+    def grow(self, capacity: int) -> None:
+        self.cache.grow(capacity)
+
+    def prefill(self, tokens: torch.Tensor, counts: torch.Tensor, on_features: OnFeatures) -> torch.Tensor:
+        """Read tokens that follow what is cached.
 
         Args:
-            prompts: int64 ``[B, S]``, packed: each row's tokens from slot 0, anything after them.
-            lengths: int64 ``[B]`` of each row, at least 1.
+            tokens: int64 ``[B, N]``, packed: each row's tokens from slot 0, anything after them.
+            counts: int64 ``[B]`` of each row, at least 1.
+            on_features: told of every chunk; a row's features past its count mean nothing.
 
         Returns:
-            Logits ``[B, 1, V]`` at each row's last token, features ``[B, S, m*H]`` (None without taps). A padded
-            row's features past its length mean nothing.
+            Logits ``[B, 1, V]`` at each row's last token.
         """
-        positions = self.cache.begin(prompts.shape[1], 0)
-        # The LM head runs only at the columns where some row ends: at most B of them.
-        columns, which = (lengths - 1).unique(return_inverse=True)
-        logits = self._forward(prompts, positions, columns)
-        self.cache.lengths.copy_(lengths)
-        rows = torch.arange(len(lengths), device=lengths.device)
-        return logits[rows, which][:, None], self._features()
+        cache, offsets, ends = self.cache, self.cache.lengths.tolist(), counts.tolist()
+        logits = None
+        for start in range(0, tokens.shape[1], PREFILL_CHUNK):
+            ids = tokens[:, start : start + PREFILL_CHUNK]
+            width = ids.shape[1]
+            reading = max(offset + min(start, count) + width for offset, count in zip(offsets, ends) if count > start)
+            positions = cache.begin(width, min(reading, cache.capacity))
+            # The LM head runs only at the columns where some row ends: at most B of them.
+            ending = [row for row, count in enumerate(ends) if start < count <= start + width]
+            columns = sorted({ends[row] - 1 - start for row in ending}) or [0]
+            out = self._forward(ids, positions, torch.tensor(columns, device=ids.device))
+            logits = out.new_zeros(len(ends), 1, out.shape[-1]) if logits is None else logits
+            for row in ending:
+                logits[row, 0] = out[row, columns.index(ends[row] - 1 - start)]
+            taken = (counts - start).clamp(0, width)
+            on_features(ids, self._features(), cache.lengths.clone(), taken)
+            cache.lengths += taken
+        return logits
 
-    def verify(self, ids: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Read anchor and drafts; the cache's lengths stay, so until they are moved all of it is rolled back.
+    def verify(self, ids: torch.Tensor, end: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Read anchor and drafts; the cache's lengths stay, so until :meth:`advance` all of it is rolled back.
 
         Args:
             ids: int64 ``[B, T]``.
-            longest: the largest cache length, known to the host.
+            end: as for :meth:`~dspark_fast.cache.RaggedCache.begin`.
 
         Returns:
             Logits ``[B, T, V]``, features ``[B, T, m*H]`` (None without taps).
         """
-        logits = self._forward(ids, self.cache.begin(ids.shape[1], longest), 0)
+        logits = self._forward(ids, self.cache.begin(ids.shape[1], end), 0)
         return logits, self._features()
+
+    def advance(self, taken: torch.Tensor) -> None:
+        self.cache.lengths += taken
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
         with attending(self.cache):
@@ -69,7 +118,7 @@ class Target:
 
 
 @contextmanager
-def driven(model: PreTrainedModel, layer_ids: Sequence[int], batch: int, capacity: int) -> Iterator[Target]:
+def driven(model: PreTrainedModel, layer_ids: Sequence[int], batch: int, capacity: int) -> Iterator[RaggedTarget]:
     """Drive ``model`` with a ragged cache and taps for the time of a ``with`` block; it is as before afterwards.
 
     Raises:
@@ -79,4 +128,4 @@ def driven(model: PreTrainedModel, layer_ids: Sequence[int], batch: int, capacit
     depth = model.config.get_text_config(decoder=True).num_hidden_layers
     cache = RaggedCache(depth, batch, capacity, model.device)
     with ragged(model), tapped(model, layer_ids) as taps:
-        yield Target(model, cache, taps)
+        yield RaggedTarget(model, cache, taps)

@@ -1,0 +1,120 @@
+"""The host's side of a call: it reads what rounds committed, some rounds late, and says when rows are done."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from dspark_fast.state import ACCEPTANCE, ACCEPTED, FINISHED, PROPOSED, RUN, TAKEN, DecodingState
+from dspark_fast.stats import Stats
+
+if TYPE_CHECKING:
+    from dspark_fast.stopping import Stopping
+
+# on_commit(rows): the tokens that each row has just committed; an empty list for a row that is finished
+OnCommit = Callable[[list[list[int]]], None]
+
+
+class Reader:
+    """Follows a :class:`~dspark_fast.state.DecodingState` from the host.
+
+    A report is copied when its round is queued and read ``lag`` rounds later, so that on a GPU the next round runs
+    meanwhile. What stop strings and other criteria cut off is trimmed here: the device may have gone on.
+
+    Args:
+        state: of the call.
+        stats: what is counted into.
+        lag: rounds between making a report and reading it: 0 or 1.
+        stopping: criteria that only the host can judge; None if there are none.
+        on_commit: told of every commit.
+
+    Attributes:
+        lengths: committed tokens of each row as far as read, prompt included.
+        finished: rows that are done, as far as read.
+    """
+
+    def __init__(
+        self, state: DecodingState, stats: Stats, *, lag: int, stopping: Stopping | None, on_commit: OnCommit
+    ) -> None:
+        self._state = state
+        self._stats = stats
+        self._lag = lag
+        self._stopping = stopping
+        self._on_commit = on_commit
+        self._waiting: deque[tuple[torch.Tensor, torch.cuda.Event | None, bool | None]] = deque()
+        self.lengths: list[int] = state.lengths.tolist()
+        self.finished = [False] * len(self.lengths)
+
+    @property
+    def unread(self) -> int:
+        """Rounds that were queued and not read yet."""
+        return len(self._waiting)
+
+    @property
+    def done(self) -> bool:
+        return all(self.finished)
+
+    def queue(self, drafted: bool | None) -> None:
+        """Copy the report of the round just made (or just sent to the GPU); ``drafted`` is None for the prefill."""
+        report = self._state.report
+        if report.is_cuda:
+            copy = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
+            copy.copy_(report, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        else:
+            copy, event = report.clone(), None
+        self._waiting.append((copy, event, drafted))
+
+    def read(self, *, all_of_it: bool = False) -> list[tuple[bool | None, float]]:
+        """Read the reports that are due.
+
+        Returns:
+            For each: whether it drafted, and tokens committed per row that was not finished before it.
+
+        Raises:
+            FloatingPointError: if logits that are needed are NaN, naming row and position.
+        """
+        heard = []
+        while len(self._waiting) > (0 if all_of_it else self._lag):
+            report, event, drafted = self._waiting.popleft()
+            if event is not None:
+                event.synchronize()
+            heard.append((drafted, self._take(report.tolist(), drafted)))
+        return heard
+
+    def _take(self, report: list[list[int]], drafted: bool | None) -> float:
+        rows: list[list[int]] = []
+        live = 0
+        for row, line in enumerate(report):
+            run = line[RUN : RUN + line[TAKEN]]
+            if self.finished[row]:
+                rows.append([])
+                continue
+            live += 1
+            if -1 in run:
+                # Only among what was taken: a NaN behind a stop token or the length limit is in nobody's way.
+                position = self.lengths[row] + run.index(-1)
+                raise FloatingPointError(f"the logits of row {row} for position {position} are NaN or all -inf")
+            acceptance = line[ACCEPTANCE]
+            self.finished[row] = bool(line[FINISHED])
+            if self._stopping is not None:
+                standing = self._stopping.first_stop(row, run)
+                if standing is not None:
+                    run, acceptance = run[:standing], standing
+                    self.finished[row] = True
+            self.lengths[row] += len(run)
+            self._stats.new_tokens[row] += len(run)
+            if drafted:
+                self._stats.count(row, acceptance, line[PROPOSED], line[ACCEPTED])
+            rows.append(run)
+        self._stats.rounds += bool(drafted and live)
+        self._stats.plain_steps += bool(drafted is False and live)
+        self._on_commit(rows)
+        if self._stopping is not None:
+            # The device learns of it before the next round; it may have made one more meanwhile.
+            self._state.finished |= torch.tensor(self.finished, device=self._state.finished.device)
+        return sum(map(len, rows)) / live if live else 0.0

@@ -1,0 +1,138 @@
+"""One round: draft, verify, commit, and the context of what was committed. On a GPU nothing here waits for the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from dspark_fast import ops
+from dspark_fast.drafters import Drafter, Noise, Proposal
+from dspark_fast.outputs import Outputs
+from dspark_fast.state import DecodingState
+from dspark_fast.stats import Clock
+from dspark_fast.target import Target
+
+if TYPE_CHECKING:
+    from dspark_fast.processors import Processors
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The target's cuts, in transformers' order after the temperature; scalars or ``[B]`` tensors."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen from logits.
+
+    Attributes:
+        noise: mode, temperature and seed of each row.
+        cuts: of the target's distribution, after the processors.
+        processors: what else changes the target's logits; None if nothing does.
+    """
+
+    noise: Noise
+    cuts: Cuts = Cuts()
+    processors: Processors | None = None
+
+
+class Round:
+    """What one round does to a call's tensors.
+
+    Args:
+        target, drafter, state, sampling: of the call.
+        outputs: keeps scores and the like for the caller; None if none were asked for.
+        clock: times the parts.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        state: DecodingState,
+        sampling: Sampling,
+        outputs: Outputs | None,
+        clock: Clock,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.state = state
+        self.sampling = sampling
+        self.outputs = outputs
+        self.part = clock.part
+        none = torch.zeros(len(state.lengths), 0, dtype=torch.long, device=state.lengths.device)
+        self._nothing = Proposal(none, torch.zeros_like(state.lengths))
+
+    def prefill(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
+        """Read the prompts and commit each row's first token; arguments as of :meth:`Target.prefill`."""
+        with self.part("prefill"):
+            logits = self.target.prefill(tokens, counts, self.drafter.commit)
+            self._commit(logits, self._nothing, self._nothing.lengths)
+
+    def run(self, end: int | None, *, drafting: bool) -> None:
+        """One round.
+
+        Args:
+            end: keys that the longest row may have after it, as for :meth:`Target.verify`; None in a graph.
+            drafting: false for a plain step: the target alone, one token.
+        """
+        state = self.state
+        position, anchor = state.lengths - 1, state.anchor
+        proposal = self._nothing
+        if drafting:
+            with self.part("draft"):
+                proposal = self.drafter.propose(anchor, position, self.sampling.noise)
+        with self.part("verify" if drafting else "plain"):
+            lengths = proposal.lengths.masked_fill(state.finished, -1)
+            if end is not None and lengths.device.type == "cpu":
+                proposal = _shortened(proposal, int(lengths.max()))
+            ids = torch.cat([anchor[:, None], proposal.tokens.clamp(min=0)], dim=1)
+            logits, features = self.target.verify(ids, end)
+            taken = self._commit(logits, proposal, lengths)
+            self.target.advance(taken)
+        with self.part("draft" if drafting else "plain"):
+            self.drafter.commit(ids, features, position, taken)
+
+    def _commit(self, logits: torch.Tensor, proposal: Proposal, lengths: torch.Tensor) -> torch.Tensor:
+        """Judge drafts by the target's logits ``[B, T+1, V]`` and commit; returns tokens taken, ``[B]``."""
+        state, sampling = self.state, self.sampling
+        processed = logits
+        if sampling.processors is not None:
+            processed = sampling.processors(logits, state.tokens, state.lengths, proposal.tokens, lengths)
+        cuts = {"top_k": sampling.cuts.top_k, "top_p": sampling.cuts.top_p, "min_p": sampling.cuts.min_p}
+        cuts["temperature"] = sampling.noise.temperature
+        accepted, following = ops.verify(
+            processed,
+            proposal.tokens,
+            proposal.logits,
+            lengths,
+            seed=sampling.noise.seed,
+            mode=sampling.noise.mode,
+            position=state.lengths - 1,
+            draft_row_max=proposal.row_max,
+            draft_log_sum=proposal.log_sum,
+            **cuts,
+        )
+        run = torch.cat([proposal.tokens, following[:, None]], dim=1)
+        run.scatter_(1, accepted[:, None], following[:, None])
+        taken = state.commit(run, accepted + 1, lengths.clamp(min=0))
+        if self.outputs is not None:
+            self.outputs.keep(logits, processed, state.report, None if sampling.noise.mode == "greedy" else cuts)
+        return taken
+
+
+def _shortened(proposal: Proposal, drafted: int) -> Proposal:
+    """Without the slots that no row has verified: they need not be read by the target either."""
+    drafted = max(drafted, 0)
+    if drafted == proposal.tokens.shape[1]:
+        return proposal
+    parts = (proposal.logits, proposal.row_max, proposal.log_sum)
+    return Proposal(
+        proposal.tokens[:, :drafted], proposal.lengths, *(None if one is None else one[:, :drafted] for one in parts)
+    )
