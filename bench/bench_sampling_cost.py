@@ -48,6 +48,7 @@ def main() -> None:
                 max_new_tokens=arguments.max_new_tokens,
                 eos_token_id=None,
                 pad_token_id=0,
+                off_switch=False,
                 seed=repeat,
                 **settings,
             )

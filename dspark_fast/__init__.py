@@ -13,16 +13,18 @@ if TYPE_CHECKING:
     from dspark_fast.config import DSparkConfig
     from dspark_fast.draft import DSparkDraft
     from dspark_fast.generation import decoding, generate
+    from dspark_fast.graphs import clear_graphs
     from dspark_fast.pairs import load
     from dspark_fast.stats import Stats
 
 __version__ = "0.1.0"
-__all__ = ["DSparkConfig", "DSparkDraft", "Stats", "decoding", "generate", "load"]
+__all__ = ["DSparkConfig", "DSparkDraft", "Stats", "clear_graphs", "decoding", "generate", "load"]
 
 _HOMES = {
     "DSparkConfig": "dspark_fast.config",
     "DSparkDraft": "dspark_fast.draft",
     "Stats": "dspark_fast.stats",
+    "clear_graphs": "dspark_fast.graphs",
     "decoding": "dspark_fast.generation",
     "generate": "dspark_fast.generation",
     "load": "dspark_fast.pairs",

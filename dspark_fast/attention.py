@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,9 +15,25 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from dspark_fast import ops
 from dspark_fast.cache import RaggedCache
+from dspark_fast.masked_attention import masked_attention
 
 NAME = "dspark_block"
-_active: ContextVar[RaggedCache | None] = ContextVar("dspark_fast_cache", default=None)
+
+
+@dataclass
+class Pass:
+    """One forward pass through our attention.
+
+    Attributes:
+        cache: that it works on.
+        attended: ids of the modules that asked for our attention in it.
+    """
+
+    cache: RaggedCache
+    attended: set[int] = field(default_factory=set)
+
+
+_active: ContextVar[Pass | None] = ContextVar("dspark_fast_pass", default=None)
 _switch = threading.RLock()
 
 # What a model may pass besides q, k and v without changing the scores; anything else is refused by name.
@@ -41,6 +58,7 @@ def ragged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention in transformers' convention: q ``[B, Hq, T, D]``, k and v ``[B, Hkv, S, D]`` views of the cache.
@@ -48,25 +66,32 @@ def ragged_attention(
     No mask function is registered with it, so transformers builds no mask and each layer passes None.
 
     Raises:
-        RuntimeError: outside :func:`attending`.
+        RuntimeError: outside :func:`attending`; or for a layer that should have a window and passes none.
         NotImplementedError: for a keyword that would change the scores and that block attention does not have.
     """
-    cache = _active.get()
-    if cache is None:
+    running = _active.get()
+    if running is None:
         raise RuntimeError(
             f"the attention {NAME!r} works only inside dspark_fast.generate: is something else using the model?"
         )
+    cache = running.cache
+    running.attended.add(id(module))
+    if sliding_window is None:
+        _check_window(module)
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _HARMLESS)
     if unknown or attention_mask is not None:
         unknown = unknown or ["attention_mask"]
         raise NotImplementedError(f"{type(module).__name__} asks its attention for {', '.join(unknown)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     block, keys = query.shape[2], key.shape[2]
-    if block == keys and sliding_window is None and softcap is None:
+    if block == keys and sliding_window is None and softcap is None and s_aux is None:
         # Prefill: rows are packed from slot 0, so plain causality is all the mask there is.
         groups = query.shape[1] // key.shape[1]
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=groups > 1)
         return out.transpose(1, 2).contiguous(), None
+    if s_aux is not None or block > ops.LONGEST_BLOCK:
+        options = {"scale": scale, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
+        return masked_attention(query, key, value, cache, **options), None
     out = ops.block_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -83,31 +108,37 @@ def ragged_attention(
 AttentionInterface.register(NAME, ragged_attention)
 
 
-def check_attention(model: PreTrainedModel) -> None:
-    """Refuse a target whose layers this attention cannot serve.
+def _check_window(module: torch.nn.Module) -> None:
+    """A window that lives only in the mask would be lost here without a word."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
+    if kinds and isinstance(layer, int) and layer < len(kinds) and kinds[layer] == "sliding_attention":
+        raise RuntimeError(
+            f"layer {layer}, a {type(module).__name__}, is of type 'sliding_attention' but passes no sliding_window"
+        )
+
+
+def check_attended(model: PreTrainedModel, running: Pass) -> None:
+    """After the first pass: every layer must have asked for our attention, or the model's tokens are wrong.
 
     Raises:
-        ValueError: naming the model and the layer types at fault.
+        RuntimeError: naming the model, and how many layers did not ask.
     """
-    config = model.config.get_text_config(decoder=True)
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
-    if kinds:
-        raise ValueError(f"{type(model).__name__} has {', '.join(kinds)} layers, which cannot be rolled back per row")
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder: only decoder-only targets are supported")
-    rope = getattr(config, "rope_parameters", None) or {}
-    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
-    for kind in (part.get("rope_type") for part in parts):
-        if kind in ("dynamic", "longrope"):
-            raise ValueError(f"{type(model).__name__} has RoPE of type {kind!r}, which changes with the longest row")
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if len(running.attended) < layers:
+        raise RuntimeError(
+            f"{len(running.attended)} of the {layers} layers of {type(model).__name__} took their attention from "
+            "transformers' attention interface: the others attend in a way of their own"
+        )
 
 
 @contextmanager
-def attending(cache: RaggedCache) -> Iterator[None]:
-    """The cache that our attention works on, for one forward pass; a streamer or another thread has none."""
-    token = _active.set(cache)
+def attending(cache: RaggedCache) -> Iterator[Pass]:
+    """One forward pass that our attention works in, on ``cache``; a streamer or another thread is in none."""
+    running = Pass(cache)
+    token = _active.set(running)
     try:
-        yield
+        yield running
     finally:
         _active.reset(token)
 
@@ -124,14 +155,33 @@ def ragged(model: PreTrainedModel) -> Iterator[None]:
     with _switch:
         before = _settings(model)
         try:
-            model.set_attn_implementation(NAME)
-            if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+            if not _switched(model):
                 raise ValueError(
                     f"{type(model).__name__} does not take its attention from transformers' attention interface"
                 )
             yield
         finally:
             model.config._attn_implementation = before
+
+
+def takes_our_attention(model: PreTrainedModel) -> bool:
+    """Whether ``model`` would take our attention; tried, and undone again."""
+    with _switch:
+        before = _settings(model)
+        try:
+            return _switched(model)
+        finally:
+            model.config._attn_implementation = before
+
+
+def _switched(model: PreTrainedModel) -> bool:
+    """Ask ``model`` to take our attention; whether the setting took."""
+    # A class that says so itself is not asked: transformers would only log a warning, and mpt fails half-way.
+    can = getattr(model, "_can_set_attn_implementation", None)
+    if can is not None and not can():
+        return False
+    model.set_attn_implementation(NAME)
+    return model.config.get_text_config(decoder=True)._attn_implementation == NAME
 
 
 def _settings(model: PreTrainedModel) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
@@ -35,6 +36,8 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows, slots, end = self._cache.where
+        if rows.device != key_states.device:  # a target that is spread over several GPUs
+            rows, slots = rows.to(key_states.device), slots.to(key_states.device)
         self.keys[rows, slots] = key_states.transpose(1, 2)
         self.values[rows, slots] = value_states.transpose(1, 2)
         return self.keys[:, :end].transpose(1, 2), self.values[:, :end].transpose(1, 2)
@@ -69,6 +72,11 @@ class RaggedCache(Cache):
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.masks: dict[object, torch.Tensor] = {}
 
+    @classmethod
+    def for_model(cls, model: PreTrainedModel, batch: int, capacity: int) -> RaggedCache:
+        """One for each decoder layer of ``model``."""
+        return cls(model.config.get_text_config(decoder=True).num_hidden_layers, batch, capacity, model.device)
+
     @property
     def memory(self) -> int:
         """Bytes of K and V."""
@@ -79,6 +87,16 @@ class RaggedCache(Cache):
         for layer in self.layers:
             layer.grow(capacity)
         self.capacity = capacity
+
+    def copy_(self, other: RaggedCache, lengths: torch.Tensor) -> None:
+        """Take the first ``lengths`` ``[B]`` tokens of each row of another cache, which has no more than fit."""
+        longest = int(lengths.max())
+        for layer, source in zip(self.layers, other.layers):
+            if not layer.is_initialized:
+                layer.lazy_initialization(source.keys.transpose(1, 2), source.values.transpose(1, 2))
+            layer.keys[:, :longest] = source.keys[:, :longest]
+            layer.values[:, :longest] = source.values[:, :longest]
+        self.lengths.copy_(lengths)
 
     def begin(self, block: int, end: int | None) -> torch.Tensor:
         """Announce a forward pass of ``block`` tokens per row.

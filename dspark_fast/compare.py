@@ -75,8 +75,9 @@ class Comparison:
         speedup: median of the pairs' ratios; ``speedup_least`` and ``speedup_most`` are their spread.
         call_speedup: the same for whole calls, prefill included, in tokens per second.
         acceptance_length: tau of ours.
-        predicted_speedup: ``tau * T_plain / (T_draft + T_verify + T_bookkeeping)`` from the means below.
-        seconds_per_round: T_draft, T_verify and T_bookkeeping of ours, means over all rounds of all runs.
+        predicted_speedup: ``tau * T_plain / T_round``, the round being the sum of its parts, from the means below.
+        seconds_per_round: T_draft, T_verify and T_bookkeeping of ours, means over all rounds of all runs; with CUDA
+            graphs one figure, T_graph.
         seconds_per_plain_step: T_plain, mean over the baseline's steps after its prefill.
         pairs: tokens per second of each pair of runs, ours and the baseline's, after the prefill and of whole calls.
     """
@@ -202,6 +203,7 @@ def compare(
             seed=seed,
             confidence_threshold=confidence_threshold,
             use_markov=use_markov,
+            off_switch=False,  # the drafter is what is measured, also where it loses
             streamer=streamer,
             **common,
             **sampling,
@@ -312,7 +314,7 @@ def _summary(
     ratios = [row["ours"] / row["baseline"] for row in rows if row["ours"] and row["baseline"]]
     stats = [ours.stats for ours, _ in pairs if ours.stats is not None]
     rounds = sum(each.rounds for each in stats)
-    parts = ("draft", "verify", "bookkeeping")
+    parts = ("graph",) if any(each.graph for each in stats) else ("draft", "verify", "bookkeeping")
     per_round = {part: sum(getattr(each.seconds, part) for each in stats) / rounds for part in parts} if rounds else {}
     steps = sum(len(each.tokens) - 1 for _, each in pairs)
     per_step = sum(each.after_first for _, each in pairs) / steps if steps else None

@@ -45,6 +45,27 @@ class Proposal:
     log_sum: torch.Tensor | None = None
 
 
+@dataclass
+class Context:
+    """The context that a DSpark drafter has cached.
+
+    Attributes:
+        draft: whose it is.
+        keys, values: ``[layers, B, C, Hkv, D]``.
+        absent: int64 ``[B]``, the absolute position of each row's slot 0: tokens before it were never seen, because
+            their target states were computed elsewhere.
+    """
+
+    draft: DSparkDraft
+    keys: torch.Tensor
+    values: torch.Tensor
+    absent: torch.Tensor
+
+    def clone(self) -> Context:
+        """A copy that shares nothing but the drafter."""
+        return Context(self.draft, self.keys.clone(), self.values.clone(), self.absent.clone())
+
+
 class Drafter(Protocol):
     """A model that proposes. One instance serves one call of ``generate`` at a time."""
 
@@ -129,17 +150,39 @@ class DSparkDrafter:
         config = self.draft.config
         shape = (config.num_hidden_layers, batch, capacity, config.num_key_value_heads, config.head_dim)
         # zeros, not empty: see RaggedLayer.lazy_initialization
-        self._keys = torch.zeros(shape, dtype=self.draft.dtype, device=device)
-        self._values = torch.zeros(shape, dtype=self.draft.dtype, device=device)
+        keys, values = (torch.zeros(shape, dtype=self.draft.dtype, device=device) for _ in range(2))
+        self.context = Context(self.draft, keys, values, torch.zeros(batch, dtype=torch.long, device=device))
         self._block = torch.arange(self.block_size, device=device)
         self._full = torch.full((batch,), self.block_size, dtype=torch.long, device=device)
 
     def grow(self, capacity: int) -> None:
-        self._keys, self._values = (widened(one, 2, capacity) for one in (self._keys, self._values))
+        context = self.context
+        context.keys, context.values = (widened(one, 2, capacity) for one in (context.keys, context.values))
+
+    def restart(self) -> None:
+        """Begin again with the same rows and room, without moving a tensor."""
+        self.context.absent.zero_()
+
+    def resume(self, context: Context | None, known: torch.Tensor) -> None:
+        """Go on after :meth:`begin` from a context of the same drafter, in place.
+
+        Args:
+            context: None if there is none: everything before ``known`` is then absent.
+            known: int64 ``[B]``, the position from which each row's tokens will be committed.
+        """
+        own = self.context
+        if context is None or context.draft is not self.draft:
+            own.absent.copy_(known)
+            return
+        own.absent.copy_(torch.minimum(context.absent, known))
+        # Both have room for all that is known, and what lies behind that in either is not looked at.
+        slots = min(own.keys.shape[2], context.keys.shape[2])
+        own.keys[:, :, :slots] = context.keys[:, :, :slots]
+        own.values[:, :, :slots] = context.values[:, :, :slots]
 
     @property
     def memory(self) -> int:
-        return self._keys.nbytes + self._values.nbytes
+        return self.context.keys.nbytes + self.context.values.nbytes
 
     def commit(
         self, tokens: torch.Tensor, features: torch.Tensor | None, offsets: torch.Tensor, counts: torch.Tensor
@@ -155,15 +198,15 @@ class DSparkDrafter:
     def propose(self, anchor: torch.Tensor, position: torch.Tensor, noise: Noise) -> Proposal:
         draft = self.draft
         positions = position[:, None] + self._block
-        cos, sin = draft.rotary_emb(self._keys, positions)
+        cos, sin = draft.rotary_emb(self.context.keys, positions)
 
         def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             self._store(index, k, v, cos, sin, position, self._full)
             return ops.block_attention(
                 q,
-                self._keys[index],
-                self._values[index],
-                position + self.block_size,
+                self.context.keys[index],
+                self.context.values[index],
+                position + self.block_size - self.context.absent,
                 scale=draft.config.head_dim**-0.5,
                 causal=False,
             )
@@ -201,7 +244,6 @@ class DSparkDrafter:
         offsets: torch.Tensor,
         counts: torch.Tensor,
     ) -> None:
-        norm = self.draft.layers[index].self_attn.k_norm
-        ops.store_context_kv(
-            k, v, norm.weight, cos, sin, self._keys[index], self._values[index], offsets, counts, eps=norm.eps
-        )
+        norm, context = self.draft.layers[index].self_attn.k_norm, self.context
+        keys, values, slots = context.keys[index], context.values[index], offsets - context.absent
+        ops.store_context_kv(k, v, norm.weight, cos, sin, keys, values, slots, counts, eps=norm.eps)

@@ -11,19 +11,29 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dspark_fast.draft import DSparkDraft
 from dspark_fast.drafters import Drafter, DSparkDrafter, NoDrafter, Noise
+from dspark_fast.eligibility import choose_target
+from dspark_fast.graphs import obstacle
 from dspark_fast.loop import Plan, decode
+from dspark_fast.outputs import Outputs
 from dspark_fast.packing import pack
 from dspark_fast.pairing import check_pair
+from dspark_fast.past import Past, foreign
+from dspark_fast.processors import Processors
 from dspark_fast.reference import expand_seeds
 from dspark_fast.requests import Request, read_request
 from dspark_fast.round import Cuts, Sampling
-from dspark_fast.state import DecodingState, Limits
+from dspark_fast.state import Limits
 from dspark_fast.stats import Stats
+from dspark_fast.stopping import Stopping, stop_string_criterion
+from dspark_fast.switch import Switch
+from dspark_fast.target import PREFILL_CHUNK
+
+OFF_SWITCH = True  #: what ``off_switch=None`` means, but in rejection mode with an explicit seed
 
 VERIFICATIONS = ("rejection", "coupled")
-_PROTOCOL = ("block_size", "target_layer_ids", "begin", "commit", "propose")
+_PROTOCOL = ("block_size", "target_layer_ids", "begin", "grow", "commit", "propose")
 # transformers drops these without a word when it calls a callable
-_NOT_PASSED_ON = ("custom_generate", "assistant_model", "stop_strings", "synced_gpus")
+_NOT_PASSED_ON = ("custom_generate", "assistant_model", "synced_gpus")
 
 
 class Decoding:
@@ -42,6 +52,11 @@ class Decoding:
         generator: torch.Generator | None,
         confidence_threshold: float,
         use_markov: bool,
+        off_switch: bool | None,
+        use_graph: bool | None,
+        log_probs: bool,
+        stop_strings: str | Sequence[str] | None,
+        tokenizer: Any,
         streamer: Any,
     ) -> None:
         if verification not in VERIFICATIONS:
@@ -62,6 +77,10 @@ class Decoding:
         self._verification = verification
         self._seed = seed
         self._generator = generator
+        self._off_switch = off_switch
+        self._use_graph = use_graph
+        self._log_probs = log_probs
+        self._criteria = [] if stop_strings is None else [stop_string_criterion(stop_strings, tokenizer)]
         self._streamer = streamer
         self.stats: Stats | None = None
 
@@ -78,38 +97,108 @@ class Decoding:
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         request = read_request(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         self._check(model, request)
-        prompts, lengths = pack(input_ids, model_kwargs.get("attention_mask"))
-        batch = len(lengths)
-        temperature = request.temperature if request.do_sample else 0.0
-        noise = Noise(
-            mode=self._verification if request.do_sample else "greedy",
-            temperature=torch.full((batch,), temperature, dtype=torch.float32, device=input_ids.device),
-            seed=self._seeds(batch, request).to(input_ids.device),
-        )
-        streamer = self._streamer
-        if streamer is not None:
-            streamer.put(input_ids.cpu())
-
-        def stream(rows: list[list[int]]) -> None:
-            for token in rows[0] if streamer is not None else ():
-                streamer.put(torch.tensor([token]))
-
-        cuts = Cuts(request.top_k, request.top_p, request.min_p) if request.do_sample else Cuts()
-        plan = Plan(
-            Sampling(noise, cuts),
-            Limits(request.new_tokens, torch.tensor(request.stop_tokens, dtype=torch.long, device=input_ids.device)),
-            on_commit=stream,
-        )
-        state, self.stats = decode(model, self._drafter, prompts, lengths, plan)
-        if streamer is not None:
-            streamer.end()
-        sequences = _sequences(input_ids, state, request.pad_token)
+        mask = model_kwargs.get("attention_mask")
+        prompts, lengths = pack(input_ids, mask)
+        plan = self._plan(model, request, input_ids, prompts, lengths)
+        if self._streamer is not None:
+            self._streamer.put(input_ids.cpu())
+        decoded = decode(model, self._drafter, prompts, lengths, plan)
+        self.stats = decoded.stats
+        if self._streamer is not None:
+            self._streamer.end()
+        sequences = _sequences(input_ids, decoded.rows, request.pad_token)
         if not request.return_dict:
             sequences.stats = self.stats  # type: ignore[attr-defined]
             return sequences
-        output = GenerateDecoderOnlyOutput(sequences=sequences)
-        output.stats = self.stats  # type: ignore[attr-defined]
+        extras = {} if plan.outputs is None else plan.outputs.stacked([len(row) for row in decoded.rows])
+        log_probs = extras.pop("log_probs", None)
+        output = GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=decoded.past, **extras)
+        output.stats, output.log_probs = self.stats, log_probs  # type: ignore[attr-defined]
         return output
+
+    def _plan(
+        self,
+        model: PreTrainedModel,
+        request: Request,
+        input_ids: torch.Tensor,
+        prompts: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> Plan:
+        """How the call is decoded; what cannot be is refused here, before any work."""
+        batch, device, padding = len(lengths), input_ids.device, input_ids.shape[1] - lengths
+        temperature = request.temperature if request.do_sample else 0.0
+        noise = Noise(
+            mode=self._verification if request.do_sample else "greedy",
+            temperature=torch.full((batch,), temperature, dtype=torch.float32, device=device),
+            seed=self._seeds(batch, request).to(device),
+        )
+        processors = None
+        if request.processors:
+            taken_out = temperature if request.takes_cuts and request.do_sample else 1.0
+            processors = Processors(request.processors, input_ids, padding, temperature=taken_out)
+        cuts = Cuts(request.top_k, request.top_p, request.min_p) if request.do_sample else Cuts()
+        limits = Limits(request.new_tokens, torch.tensor(request.stop_tokens, dtype=torch.long, device=device))
+        criteria = [*request.criteria, *self._criteria]
+        wanted = {"scores": request.output_scores, "logits": request.output_logits, "log_probs": self._log_probs}
+        wanted = [name for name, asked in wanted.items() if asked]
+        past = request.past
+        if past is not None and not isinstance(past, Past):
+            past = foreign(past, model, prompts, padding)
+        if past is not None:
+            past.check(model, prompts)
+        known = int(past.common(prompts, lengths).min()) if past is not None else 0
+        longest = int(lengths.max())
+        path = choose_target(
+            model,
+            batch,
+            shortest=known or int(lengths.min()),
+            longest=longest,
+            total=longest + request.new_tokens + self._drafter.block_size,
+            chunk=PREFILL_CHUNK,
+        )
+        if path == "own" and past is not None:
+            raise ValueError(f"past_key_values is given, but {type(model).__name__} is driven behind its own cache")
+        return Plan(
+            Sampling(noise, cuts, processors),
+            limits,
+            stopping=Stopping(criteria, input_ids, request.new_tokens) if criteria else None,
+            outputs=Outputs(batch, wanted) if wanted else None,
+            switch=Switch() if self._switches(noise.mode) else None,
+            on_commit=self._stream,
+            path=path,
+            graph=self._graphs(model, device, path, processors, bool(wanted)),
+            past=past,
+            keep=request.return_dict and path == "ragged",
+        )
+
+    def _stream(self, rows: list[list[int]]) -> None:
+        for token in rows[0] if self._streamer is not None else ():
+            self._streamer.put(torch.tensor([token]))
+
+    def _switches(self, mode: str) -> bool:
+        """Whether speculation may be switched off by the clock: in rejection mode tokens would depend on that."""
+        if self._drafter.block_size == 0:
+            return False
+        if self._off_switch is not None:
+            return self._off_switch
+        return OFF_SWITCH and (mode != "rejection" or (self._seed is None and self._generator is None))
+
+    def _graphs(
+        self, model: PreTrainedModel, device: torch.device, path: str, processors: Processors | None, outputs: bool
+    ) -> bool:
+        """Whether rounds are captured; raises if they were to be and cannot."""
+        if self._use_graph is False:
+            return False
+        why = obstacle(model, self._drafter, device)
+        if path == "own":
+            why = f"{type(model).__name__} is driven behind its own cache"
+        elif processors is not None and not processors.on_device:
+            why = "there are logits processors that run on the host"
+        elif outputs:
+            why = "scores, logits or log-probabilities are asked for, which the host collects"
+        if why and self._use_graph:
+            raise ValueError(f"use_graph is True, but {why}")
+        return not why
 
     def _check(self, model: PreTrainedModel, request: Request) -> None:
         if self._streamer is not None and request.batch > 1:
@@ -149,12 +238,17 @@ def decoding(
     generator: torch.Generator | None = None,
     confidence_threshold: float = 0.0,
     use_markov: bool = True,
+    off_switch: bool | None = None,
+    use_graph: bool | None = None,
+    log_probs: bool = False,
+    stop_strings: str | Sequence[str] | None = None,
+    tokenizer: Any = None,
     streamer: Any = None,
 ) -> Decoding:
     """Speculative decoding as a callable: ``model.generate(..., custom_generate=dspark_fast.decoding(draft))``.
 
     Everything else (``max_new_tokens``, ``do_sample``, ``temperature``, ...) goes to ``model.generate`` as usual.
-    transformers does not hand a ``streamer`` to a callable, so it is given here.
+    transformers does not hand ``streamer``, ``stop_strings`` and ``tokenizer`` to a callable, so they are given here.
 
     Args:
         draft: a :class:`~dspark_fast.draft.DSparkDraft` joined to the target; or any
@@ -166,6 +260,14 @@ def decoding(
         generator: draws the seed when none is given; without either, torch's global generator does.
         confidence_threshold: 0 to 1; cut each block before its first slot of lower confidence (zero drafts allowed).
         use_markov: false drops the Markov bias.
+        off_switch: decode plainly for a while when speculation is measured to lose, and try again. Which tokens are
+            drafted then depends on the clock: greedy and coupled output does not change by it, in rejection mode a seed
+            does not give the same tokens again. None: on, but off in rejection mode with ``seed`` or ``generator``.
+        use_graph: replay rounds as CUDA graphs, which keep the caches' memory for the next call
+            (:func:`dspark_fast.clear_graphs` frees it). None: where that works. The tokens are the same.
+        log_probs: with ``return_dict_in_generate``, give ``.log_probs``, fp32 ``[B, n]``: of each new token under the
+            target's own logits, before processors, temperature and cuts.
+        stop_strings, tokenizer: as in transformers: a row ends with the token that completes one of the strings.
         streamer: as in transformers; batch 1.
 
     Raises:
@@ -178,6 +280,11 @@ def decoding(
         generator=generator,
         confidence_threshold=confidence_threshold,
         use_markov=use_markov,
+        off_switch=off_switch,
+        use_graph=use_graph,
+        log_probs=log_probs,
+        stop_strings=stop_strings,
+        tokenizer=tokenizer,
         streamer=streamer,
     )
 
@@ -192,6 +299,11 @@ def generate(
     generator: torch.Generator | None = None,
     confidence_threshold: float = 0.0,
     use_markov: bool = True,
+    off_switch: bool | None = None,
+    use_graph: bool | None = None,
+    log_probs: bool = False,
+    stop_strings: str | Sequence[str] | None = None,
+    tokenizer: Any = None,
     streamer: Any = None,
     **kwargs: Any,
 ) -> Any:
@@ -203,11 +315,15 @@ def generate(
 
     Args:
         model: any decoder-only transformers model that takes its attention from transformers' interface, in eval mode.
-        draft, verification, seed, generator, confidence_threshold, use_markov, streamer: see :func:`decoding`.
+        draft, verification, seed, generator, confidence_threshold, use_markov, off_switch, use_graph, log_probs,
+            stop_strings, tokenizer, streamer: see :func:`decoding`.
         input_ids: int64 ``[B, S]``, left-padded where ``attention_mask`` is 0.
         **kwargs: what ``model.generate`` takes: ``attention_mask``, ``generation_config`` and its overrides
             (``max_new_tokens``, ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``eos_token_id``,
-            ``num_return_sequences``, ``return_dict_in_generate``, ...).
+            ``repetition_penalty`` and other settings of stateless logits processors, ``logits_processor``,
+            ``stopping_criteria``, ``num_return_sequences``, ``return_dict_in_generate``, ``output_scores``,
+            ``output_logits``, ...). ``past_key_values`` goes on from what an earlier call with
+            ``return_dict_in_generate`` handed back, or from a ``DynamicCache``, without reading it again.
 
     Returns:
         What ``model.generate`` returns: ``[B, S + n]``, or a ``GenerateDecoderOnlyOutput``; with ``.stats``
@@ -225,6 +341,11 @@ def generate(
         generator=generator,
         confidence_threshold=confidence_threshold,
         use_markov=use_markov,
+        off_switch=off_switch,
+        use_graph=use_graph,
+        log_probs=log_probs,
+        stop_strings=stop_strings,
+        tokenizer=tokenizer,
         streamer=streamer,
     )
     for name in _NOT_PASSED_ON:
@@ -240,11 +361,8 @@ def _signed(seed: Any) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _sequences(input_ids: torch.Tensor, state: DecodingState, pad_token: int) -> torch.Tensor:
+def _sequences(input_ids: torch.Tensor, rows: list[list[int]], pad_token: int) -> torch.Tensor:
     """The input as it came with each row's output behind it, padded on the right to the longest."""
-    counts = state.lengths - state.prompt_lengths
-    new = torch.full((len(counts), int(counts.max())), pad_token, dtype=torch.long, device=input_ids.device)
-    columns = torch.arange(new.shape[1], device=input_ids.device)
-    rows, slots = (columns < counts[:, None]).nonzero(as_tuple=True)
-    new[rows, slots] = state.tokens[rows, state.prompt_lengths[rows] + slots]
-    return torch.cat([input_ids, new], dim=1)
+    longest = max(map(len, rows))
+    padded = [row + [pad_token] * (longest - len(row)) for row in rows]
+    return torch.cat([input_ids, torch.tensor(padded, dtype=torch.long, device=input_ids.device)], dim=1)

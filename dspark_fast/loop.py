@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
-from dspark_fast.capacity import room
+from dspark_fast import graphs
+from dspark_fast.cache import RaggedCache
+from dspark_fast.capacity import bucket, room
 from dspark_fast.drafters import Drafter
+from dspark_fast.graphs import Workspace
 from dspark_fast.outputs import Outputs
+from dspark_fast.past import Past
 from dspark_fast.reader import OnCommit, Reader
 from dspark_fast.round import Round, Sampling
 from dspark_fast.state import DecodingState, Limits
 from dspark_fast.stats import Clock, Stats
+from dspark_fast.stopping import Stopping
 from dspark_fast.switch import Switch
-from dspark_fast.target import driven
-
-if TYPE_CHECKING:
-    from dspark_fast.stopping import Stopping
+from dspark_fast.target import Target, driven
 
 
 @dataclass
@@ -34,6 +37,10 @@ class Plan:
         outputs: collects scores and the like; None if none are wanted.
         switch: turns speculation off while it loses; None never does.
         on_commit: called after every commit. An exception in it, or an interrupt, leaves the model as it was.
+        path: ``ragged`` or ``own``, as :func:`~dspark_fast.eligibility.choose_target` says.
+        graph: replay rounds as CUDA graphs; see :func:`dspark_fast.graphs.obstacle` for when that works.
+        past: what is known of the prompts' beginnings; None if nothing is.
+        keep: hand back a :class:`~dspark_fast.past.Past`.
     """
 
     sampling: Sampling
@@ -42,11 +49,30 @@ class Plan:
     outputs: Outputs | None = None
     switch: Switch | None = None
     on_commit: OnCommit = field(default=lambda rows: None)
+    path: str = "ragged"
+    graph: bool = False
+    past: Past | None = None
+    keep: bool = False
+
+
+@dataclass
+class Decoded:
+    """What came of it.
+
+    Attributes:
+        rows: the new tokens of each row.
+        stats: the figures.
+        past: if it was to be kept.
+    """
+
+    rows: list[list[int]]
+    stats: Stats
+    past: Past | None
 
 
 def decode(
     model: PreTrainedModel, drafter: Drafter, prompts: torch.Tensor, prompt_lengths: torch.Tensor, plan: Plan
-) -> tuple[DecodingState, Stats]:
+) -> Decoded:
     """Decode a batch to its end.
 
     Lossless: greedy and coupled output is what the target alone would give; rejection output has its distribution.
@@ -58,50 +84,108 @@ def decode(
         prompt_lengths: int64 ``[B]``, at least 1 each.
         plan: everything else.
 
-    Returns:
-        The final state and the figures.
-
     Raises:
         FloatingPointError: if logits that are needed are NaN, naming row and position.
     """
-    batch, width = prompts.shape
-    block, noise = drafter.block_size, plan.sampling.noise
-    # The last round begins one token short of the end and writes a block behind that.
-    most = width + plan.limits.new_tokens + block + 1
-    capacity = room(width + block + 2, most)
-    state = DecodingState(prompts, prompt_lengths, plan.limits, block, capacity)
-    stats = Stats(batch, noise.mode, noise.seed.tolist(), block)
-    reader = Reader(state, stats, lag=0, stopping=plan.stopping, on_commit=plan.on_commit)
+    noise = plan.sampling.noise
+    stats = Stats(len(prompts), noise.mode, noise.seed.tolist(), drafter.block_size, graph=plan.graph)
     clock = Clock(stats.seconds, prompts.device)
+    with _workspace(model, drafter, prompts, prompt_lengths, plan) as work:
+        reader = Reader(work.state, stats, lag=int(plan.graph), stopping=plan.stopping, on_commit=plan.on_commit)
+        with driven(model, work.drafter.target_layer_ids, work.cache if plan.path == "ragged" else None) as target:
+            rounds = Round(target, work.drafter, work.state, work.sampling, plan.outputs, None if plan.graph else clock)
+            with clock.part("prefill"):
+                _prefill(rounds, work, prompts, prompt_lengths, plan.past, stats)
+            reader.queue(None)
+            with clock.part("bookkeeping"):
+                reader.read(all_of_it=True)
+            started = time.perf_counter()
+            while not reader.done:
+                drafting = plan.switch is None or plan.switch.drafts()
+                if plan.graph:
+                    work.run(rounds, drafting=drafting)
+                else:
+                    _make_room(work, target, max(reader.lengths) + work.drafter.block_size + 1)
+                    rounds.run(max(reader.lengths) + work.drafter.block_size, drafting=drafting)
+                reader.queue(drafting)
+                with rounds.part("bookkeeping" if drafting else "plain"):
+                    heard = reader.read()
+                now = time.perf_counter()
+                if plan.graph:
+                    stats.seconds.graph += now - started
+                if plan.switch is not None:
+                    for drafted, tokens in heard:
+                        plan.switch.note(drafted, now - started, tokens)
+                started = now
+        stats.capacity = work.state.capacity
+        stats.memory = {"target": target.memory, "drafter": work.drafter.memory}
+        stats.pauses = plan.switch.pauses if plan.switch is not None else 0
+        return Decoded(reader.rows, stats, _past(work, reader.lengths, model, copied=plan.graph) if plan.keep else None)
 
-    with driven(model, drafter.target_layer_ids, batch, capacity) as target:
-        drafter.begin(batch, capacity, prompts.device)
-        rounds = Round(target, drafter, state, plan.sampling, plan.outputs, clock)
+
+def _prefill(
+    rounds: Round,
+    work: Workspace,
+    prompts: torch.Tensor,
+    prompt_lengths: torch.Tensor,
+    past: Past | None,
+    stats: Stats,
+) -> None:
+    """Read the prompts, or what of them is not known yet."""
+    if past is None:
         rounds.prefill(prompts, prompt_lengths)
-        reader.queue(None)
-        with clock.part("bookkeeping"):
-            reader.read()
-        started = time.perf_counter()
-        while not reader.done:
-            drafting = plan.switch is None or plan.switch.drafts()
-            # Keys of the longest row after this round: rounds that were not read may have taken all they drafted.
-            end = max(reader.lengths) + (reader.unread + 1) * (block + 1) - 1
-            if end + 1 > state.capacity and state.capacity < most:
-                for grown in (state, target, drafter):
-                    grown.grow(room(end + block + 1, most))
-            rounds.run(min(end, state.capacity), drafting=drafting)
-            reader.queue(drafting)
-            with clock.part("bookkeeping" if drafting else "plain"):
-                heard = reader.read()
-            now = time.perf_counter()
-            if plan.switch is not None:
-                for drafted, tokens in heard:
-                    plan.switch.note(drafted, now - started, tokens)
-            started = now
-        reader.read(all_of_it=True)
-    stats.capacity = state.capacity
-    stats.memory = {"target": target.memory, "drafter": drafter.memory}
-    stats.pauses = plan.switch.pauses if plan.switch is not None else 0
-    # What stop strings cut off is no part of the output.
-    state.lengths = torch.tensor(reader.lengths, device=state.lengths.device)
-    return state, stats
+        return
+    known = past.common(prompts, prompt_lengths)
+    work.cache.copy_(past.cache, known)
+    if hasattr(work.drafter, "resume"):
+        work.drafter.resume(past.context, known)
+    stats.reused = known.tolist()
+    stats.absent = work.drafter.context.absent.tolist() if hasattr(work.drafter, "context") else stats.reused
+    counts = prompt_lengths - known
+    slots = known[:, None] + torch.arange(int(counts.max()), device=prompts.device)
+    rounds.prefill(prompts.gather(1, slots.clamp(max=prompts.shape[1] - 1)), counts)
+
+
+def _make_room(work: Workspace, target: Target, tokens: int) -> None:
+    """Grow everything of the call, by so much that it is seldom."""
+    if tokens > work.state.capacity:
+        for grown in (work.state, target, work.drafter):
+            grown.grow(room(tokens + work.drafter.block_size, work.most))
+
+
+def _past(work: Workspace, lengths: list[int], model: PreTrainedModel, *, copied: bool) -> Past:
+    """What is known of each row's first ``lengths`` tokens but the last, which the target has not read."""
+    # What stop strings cut off is not part of it.
+    known = torch.tensor(lengths, device=work.cache.lengths.device) - 1
+    cache, tokens, context = work.cache, work.state.tokens, getattr(work.drafter, "context", None)
+    if copied:  # the next call of the same kind will overwrite them
+        cache = RaggedCache(len(cache.layers), len(known), bucket(max(lengths)), known.device)
+        cache.copy_(work.cache, known)
+        tokens, context = tokens.clone(), None if context is None else context.clone()
+    else:
+        cache.lengths.copy_(known)
+    return Past(cache, tokens, context, model)
+
+
+@contextmanager
+def _workspace(
+    model: PreTrainedModel, drafter: Drafter, prompts: torch.Tensor, prompt_lengths: torch.Tensor, plan: Plan
+) -> Iterator[Workspace]:
+    """The call's tensors: new ones that can grow; or, for graphs, all that it may need, kept from a call like it."""
+    (batch, width), block, limits = prompts.shape, drafter.block_size, plan.limits
+    # The last round begins one token short of the end and writes a block behind that.
+    most = width + limits.new_tokens + block + 1
+    capacity, sampling, key = room(width + block + 2, most), plan.sampling, None
+    if plan.graph:
+        capacity, sampling = bucket(most), sampling.per_row()
+        key = graphs.key_of(model, drafter, sampling, (batch, capacity, len(limits.stop_tokens)))
+    work = graphs.take(key) if plan.graph else None
+    if work is not None:
+        work.restart(prompts, prompt_lengths, limits, sampling)
+    else:
+        drafter.begin(batch, capacity, prompts.device)
+        state = DecodingState(prompts, prompt_lengths, limits, block, capacity)
+        work = Workspace(state, RaggedCache.for_model(model, batch, capacity), drafter, sampling, most)
+    yield work
+    if plan.graph:  # not after an exception: what is cached then may be NaN
+        graphs.give_back(key, work, model)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from dspark_fast.state import ACCEPTANCE, ACCEPTED, FINISHED, PROPOSED, RUN, TAKEN, DecodingState
 from dspark_fast.stats import Stats
-
-if TYPE_CHECKING:
-    from dspark_fast.stopping import Stopping
+from dspark_fast.stopping import Stopping
 
 # on_commit(rows): the tokens that each row has just committed; an empty list for a row that is finished
 OnCommit = Callable[[list[list[int]]], None]
@@ -33,6 +30,7 @@ class Reader:
 
     Attributes:
         lengths: committed tokens of each row as far as read, prompt included.
+        rows: the new ones among them.
         finished: rows that are done, as far as read.
     """
 
@@ -46,6 +44,7 @@ class Reader:
         self._on_commit = on_commit
         self._waiting: deque[tuple[torch.Tensor, torch.cuda.Event | None, bool | None]] = deque()
         self.lengths: list[int] = state.lengths.tolist()
+        self.rows: list[list[int]] = [[] for _ in self.lengths]
         self.finished = [False] * len(self.lengths)
 
     @property
@@ -107,6 +106,7 @@ class Reader:
                     run, acceptance = run[:standing], standing
                     self.finished[row] = True
             self.lengths[row] += len(run)
+            self.rows[row] += run
             self._stats.new_tokens[row] += len(run)
             if drafted:
                 self._stats.count(row, acceptance, line[PROPOSED], line[ACCEPTED])

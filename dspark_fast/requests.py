@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
-# What the loop itself does, from the generation config: the class, and where it and the config keep the value. Anything
-# else is refused by name, and so is one of these that somebody made by hand with another value.
-_PROCESSORS = {
-    "TemperatureLogitsWarper": "temperature",
-    "TopKLogitsWarper": "top_k",
-    "TopPLogitsWarper": "top_p",
-    "MinPLogitsWarper": "min_p",
-}
+from dspark_fast.past import Past
+from dspark_fast.processors import check_processors, split
+from dspark_fast.stopping import check_criteria
+
+# What the device does, from the generation config: the class, and where it and the config keep the value. One of these
+# that somebody made by hand with another value is refused.
 _CRITERIA = {"MaxLengthCriteria": "max_length", "EosTokenCriteria": "eos_token_id"}
 # What transformers prepares for every call; anything else in its place would reach the target in plain decoding.
 _PREPARED = {
@@ -27,19 +25,33 @@ _PREPARED = {
     "position_ids",
     "use_cache",
 }
-_OTHER_METHODS = (
-    "penalty_alpha",
-    "dola_layers",
-    "cache_implementation",
-    "prefill_chunk_size",
-    "prompt_lookup_num_tokens",
-)
-_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# Settings of the generation config that ask for something else, and what that is.
+_OTHER_METHODS = {
+    "constraints": "constrained beam search",
+    "force_words_ids": "constrained beam search",
+    "penalty_alpha": "contrastive search",
+    "dola_layers": "DoLa decoding",
+    "prompt_lookup_num_tokens": "assisted decoding by prompt lookup, which is another way to draft",
+    "assistant_early_exit": "assisted decoding by the target's own layers, which is another way to draft",
+    "use_mtp": "assisted decoding by the target's own heads, which is another way to draft",
+    "cache_implementation": "a cache of another kind than the one that is kept here",
+    "prefill_chunk_size": "prefill in chunks",
+}
+_OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
 @dataclass(frozen=True)
 class Request:
-    """Settings of one call, all rows alike."""
+    """Settings of one call, all rows alike.
+
+    Attributes:
+        top_k, top_p, min_p: for the verification op; neutral where ``takes_cuts``.
+        processors: logits processors to run before it, as :attr:`~dspark_fast.processors.Split.before`.
+        takes_cuts: whether temperature and cuts are among ``processors``.
+        criteria: stopping criteria besides length and stop tokens.
+        output_scores, output_logits: false without ``return_dict``, as in transformers.
+        past: the caller's own cache, with or without tokens; None for the fresh one that transformers made.
+    """
 
     batch: int
     return_sequences: int
@@ -52,6 +64,12 @@ class Request:
     top_k: int
     top_p: float
     min_p: float
+    processors: list[LogitsProcessor]
+    takes_cuts: bool
+    criteria: list[StoppingCriteria]
+    output_scores: bool
+    output_logits: bool
+    past: Cache | None
 
 
 def read_request(
@@ -79,18 +97,26 @@ def read_request(
             f"input_ids holds {int(input_ids.min())} to {int(input_ids.max())}: "
             f"accepted are ids from 0 to {vocabulary - 1}"
         )
+    before, _, takes_cuts = split(logits_processor, config)
+    return_dict = bool(config.return_dict_in_generate)
     return Request(
         batch=input_ids.shape[0],
         return_sequences=config.num_return_sequences or 1,
         new_tokens=config.max_length - input_ids.shape[1],
         stop_tokens=stops,
         pad_token=pad if pad is not None else (stops[0] if stops else 0),
-        return_dict=bool(config.return_dict_in_generate),
+        return_dict=return_dict,
         do_sample=bool(config.do_sample),
         temperature=_or(config.temperature, 1.0),
-        top_k=_or(config.top_k, 0),
-        top_p=_or(config.top_p, 1.0),
-        min_p=_or(config.min_p, 0.0),
+        top_k=0 if takes_cuts else _or(config.top_k, 0),
+        top_p=1.0 if takes_cuts else _or(config.top_p, 1.0),
+        min_p=0.0 if takes_cuts else _or(config.min_p, 0.0),
+        processors=before,
+        takes_cuts=takes_cuts,
+        criteria=_other_criteria(stopping_criteria),
+        output_scores=return_dict and bool(config.output_scores),
+        output_logits=return_dict and bool(config.output_logits),
+        past=_past(model_kwargs.get("past_key_values")),
     )
 
 
@@ -102,6 +128,8 @@ def _refuse(
     config: Any,
     model_kwargs: dict[str, Any],
 ) -> None:
+    if model_kwargs.get("inputs_embeds") is not None:  # first: transformers then makes input_ids of no width
+        raise ValueError("inputs_embeds is given: accepted are input_ids")
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}: accepted is [B, S] with S of 1 or more")
     if config.max_length is None or config.max_length <= input_ids.shape[1]:
@@ -113,20 +141,21 @@ def _refuse(
         raise ValueError(f"num_beams is {config.num_beams}: speculative decoding has no beam search, accepted is 1")
     if getattr(config, "guidance_scale", None) not in (None, 1, 1.0):
         raise ValueError(f"guidance_scale is {config.guidance_scale}: classifier-free guidance is not supported")
-    for name in _OTHER_METHODS:
+    for name, method in _OTHER_METHODS.items():
         if getattr(config, name, None):
-            raise ValueError(f"{name} is {getattr(config, name)!r}: speculative decoding has no such setting")
+            raise ValueError(f"{name} is {getattr(config, name)!r}: that is {method}, which is not supported")
     if asked := [name for name in _OUTPUTS if getattr(config, name, None)]:
-        raise ValueError(f"{', '.join(asked)} is asked for: only the sequences are returned so far")
-    _refuse_unknown("logits processor", logits_processor, _PROCESSORS, config)
-    _refuse_unknown("stopping criterion", stopping_criteria, _CRITERIA, config)
-    past = model_kwargs.get("past_key_values")
-    if past is not None and (past.get_seq_length() or getattr(past, "_is_user_defined", False)):
+        raise ValueError(f"{', '.join(asked)} is asked for: accepted are output_scores and output_logits")
+    if config.use_cache is False or model_kwargs.get("use_cache") is False:
+        raise ValueError("use_cache is False: drafts are verified against a cache, give use_cache=True")
+    check_processors(logits_processor)
+    _refuse_by_hand(stopping_criteria, config)
+    check_criteria(_other_criteria(stopping_criteria))
+    past = _past(model_kwargs.get("past_key_values"))
+    if past is not None and not isinstance(past, (DynamicCache, Past)):
         raise ValueError(
-            f"past_key_values is given, with {past.get_seq_length()} tokens: a cache cannot be handed in yet"
+            f"past_key_values is a {type(past).__name__}: accepted are a DynamicCache and what an earlier call gave"
         )
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("inputs_embeds is given: accepted are input_ids")
     extra = sorted(name for name, value in model_kwargs.items() if name not in _PREPARED and _matters(name, value))
     if extra:
         raise ValueError(f"{', '.join(extra)} given: speculative decoding passes input_ids alone to the target")
@@ -153,18 +182,29 @@ def _refuse_positions(input_ids: torch.Tensor, positions: torch.Tensor | None, m
         raise ValueError("position_ids are given: accepted are those that the attention_mask gives, counted from 0")
 
 
-def _refuse_unknown(kind: str, items: Any, known: dict[str, str], config: Any) -> None:
-    for item in items or ():
+def _refuse_by_hand(criteria: Any, config: Any) -> None:
+    for item in criteria or ():
         name = type(item).__name__
-        if name not in known:
-            raise ValueError(f"the {kind} {name} is not supported; accepted are {', '.join(sorted(known))}")
-        theirs, ours = (_values(getattr(source, known[name])) for source in (item, config))
-        by_hand = theirs != ours or getattr(item, "min_tokens_to_keep", 1) != 1
-        if by_hand or (kind == "logits processor" and not config.do_sample):
+        if name not in _CRITERIA:
+            continue
+        key = _CRITERIA[name]
+        theirs, ours = (_values(getattr(source, key)) for source in (item, config))
+        if theirs != ours:
             raise ValueError(
-                f"the {kind} {name} has {known[name]} {theirs}, the generation config {ours}: "
-                f"give {known[name]} to generate instead"
+                f"the stopping criterion {name} has {key} {theirs}, the generation config {ours}: "
+                f"give {key} to generate instead"
             )
+
+
+def _other_criteria(criteria: Any) -> list[StoppingCriteria]:
+    return [item for item in criteria or () if type(item).__name__ not in _CRITERIA]
+
+
+def _past(cache: Cache | None) -> Cache | None:
+    """The caller's cache: transformers marks it, since it makes one itself where there is none."""
+    if cache is None or not (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
+        return None
+    return cache
 
 
 def _values(value: Any) -> Any:

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 
 from dspark_fast import ops
 from dspark_fast.drafters import Drafter, Noise, Proposal
 from dspark_fast.outputs import Outputs
+from dspark_fast.processors import Processors
 from dspark_fast.state import DecodingState
 from dspark_fast.stats import Clock
 from dspark_fast.target import Target
-
-if TYPE_CHECKING:
-    from dspark_fast.processors import Processors
 
 
 @dataclass(frozen=True)
 class Cuts:
     """The target's cuts, in transformers' order after the temperature; scalars or ``[B]`` tensors."""
 
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_k: int | torch.Tensor = 0
+    top_p: float | torch.Tensor = 1.0
+    min_p: float | torch.Tensor = 0.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,34 @@ class Sampling:
     cuts: Cuts = Cuts()
     processors: Processors | None = None
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What a graph has baked in: two of one kind differ in the values of tensors alone."""
+        given = (isinstance(cut, torch.Tensor) for cut in (self.cuts.top_k, self.cuts.top_p, self.cuts.min_p))
+        return (self.noise.mode, *given, self.processors and self.processors.kind)
+
+    def per_row(self) -> Sampling:
+        """The same with each cut that is not neutral as a ``[B]`` tensor, so that another call's values fit in."""
+        like, neutral = self.noise.temperature, Cuts()
+        cuts = {
+            name: getattr(self.cuts, name)
+            if getattr(self.cuts, name) == getattr(neutral, name)
+            else torch.full_like(like, getattr(self.cuts, name), dtype=torch.long if name == "top_k" else like.dtype)
+            for name in ("top_k", "top_p", "min_p")
+        }
+        return replace(self, cuts=Cuts(**cuts))
+
+    def copy_(self, other: Sampling) -> None:
+        """Take the values of ``other``, which is of the same :attr:`kind`, without moving a tensor."""
+        self.noise.temperature.copy_(other.noise.temperature)
+        self.noise.seed.copy_(other.noise.seed)
+        for name in ("top_k", "top_p", "min_p"):
+            cut = getattr(self.cuts, name)
+            if isinstance(cut, torch.Tensor):
+                cut.copy_(getattr(other.cuts, name))
+        if self.processors is not None:
+            self.processors.copy_(other.processors)
+
 
 class Round:
     """What one round does to a call's tensors.
@@ -48,7 +74,7 @@ class Round:
     Args:
         target, drafter, state, sampling: of the call.
         outputs: keeps scores and the like for the caller; None if none were asked for.
-        clock: times the parts.
+        clock: times the parts; None in a graph, which has none that the host could time.
     """
 
     def __init__(
@@ -58,14 +84,14 @@ class Round:
         state: DecodingState,
         sampling: Sampling,
         outputs: Outputs | None,
-        clock: Clock,
+        clock: Clock | None,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.state = state
         self.sampling = sampling
         self.outputs = outputs
-        self.part = clock.part
+        self.part = clock.part if clock is not None else lambda name: nullcontext()
         none = torch.zeros(len(state.lengths), 0, dtype=torch.long, device=state.lengths.device)
         self._nothing = Proposal(none, torch.zeros_like(state.lengths))
 

@@ -52,12 +52,22 @@ class DecodingState:
         batch, width = prompts.shape
         self.tokens = prompts.new_zeros(batch, capacity)
         self.tokens[:, :width] = prompts
-        self.prompt_lengths = prompt_lengths
+        self.prompt_lengths = prompt_lengths.clone()
         self.lengths = prompt_lengths.clone()
         self.ends = prompt_lengths + limits.new_tokens
         self.stop_tokens = limits.stop_tokens
         self.finished = torch.zeros(batch, dtype=torch.bool, device=prompts.device)
         self.report = prompts.new_zeros(batch, RUN + block_size + 1)
+
+    def restart(self, prompts: torch.Tensor, prompt_lengths: torch.Tensor, limits: Limits) -> None:
+        """Make it another call's, of the same batch and number of stop tokens, without moving a tensor."""
+        self.tokens.zero_()
+        self.tokens[:, : prompts.shape[1]] = prompts
+        self.prompt_lengths.copy_(prompt_lengths)
+        self.lengths.copy_(prompt_lengths)
+        self.ends.copy_(prompt_lengths + limits.new_tokens)
+        self.stop_tokens.copy_(limits.stop_tokens)
+        self.finished.zero_()
 
     @property
     def capacity(self) -> int:

@@ -20,6 +20,7 @@ class Seconds:
         verify: the target's passes over the drafts, and acceptance.
         bookkeeping: committing tokens, stop conditions, streaming.
         plain: all of the steps made while speculation was switched off.
+        graph: rounds and steps that were replayed as CUDA graphs, which cannot be told apart.
     """
 
     prefill: float = 0.0
@@ -27,6 +28,7 @@ class Seconds:
     verify: float = 0.0
     bookkeeping: float = 0.0
     plain: float = 0.0
+    graph: float = 0.0
 
     @property
     def rounds(self) -> float:
@@ -36,7 +38,7 @@ class Seconds:
     @property
     def after_prefill(self) -> float:
         """Everything after the prefill."""
-        return self.rounds + self.plain
+        return self.rounds + self.plain + self.graph
 
 
 @dataclass
@@ -51,12 +53,15 @@ class Stats:
         rounds: draft-verify-commit rounds.
         plain_steps: steps of one token, made while speculation was switched off because it lost, or to time one.
         pauses: how often it was switched off.
+        graph: whether rounds were replayed as CUDA graphs.
         acceptance_lengths: by row, the committed tokens of each of its rounds, bonus included. A round that ends on an
             accepted stop token counts what it accepted; one cut by the length limit is not trimmed.
         proposed: by block position, how often a draft there was verified.
         accepted: by block position, how often it was accepted, with all before it.
         seconds: wall clock by part.
         capacity: tokens per row that the caches had room for at the end.
+        reused: tokens of each row's prompt that ``past_key_values`` made it unnecessary to read; empty without one.
+        absent: tokens at the start of each row that the drafter's context lacks, because they were read elsewhere.
         memory: bytes of cached keys and values, of ``target`` and ``drafter``.
     """
 
@@ -68,11 +73,14 @@ class Stats:
     rounds: int = 0
     plain_steps: int = 0
     pauses: int = 0
+    graph: bool = False
     acceptance_lengths: list[list[int]] = field(default_factory=list)
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     seconds: Seconds = field(default_factory=Seconds)
     capacity: int = 0
+    reused: list[int] = field(default_factory=list)
+    absent: list[int] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,8 +111,17 @@ class Stats:
 
     @property
     def latency(self) -> float:
-        """L = (T_draft + T_verify) / tau in seconds per token, from this call's own means; bookkeeping counted in."""
-        return self.seconds.rounds / self.rounds / self.acceptance_length if self.rounds else float("nan")
+        """L = (T_draft + T_verify) / tau in seconds per token, from this call's own means; bookkeeping counted in.
+
+        NaN for a call of CUDA graphs that also made plain steps: the two cannot be told apart.
+        """
+        if self.seconds.graph and self.plain_steps:
+            return float("nan")
+        return (
+            (self.seconds.rounds + self.seconds.graph) / self.rounds / self.acceptance_length
+            if self.rounds
+            else float("nan")
+        )
 
 
 class Clock:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
 
-from dspark_fast.attention import attending, check_attention, ragged
+from dspark_fast.attention import attending, check_attended, ragged
 from dspark_fast.cache import RaggedCache
+from dspark_fast.own_cache import OnFeatures, OwnCacheTarget
 from dspark_fast.taps import Taps, tapped
 
 #: Tokens per row and pass while a prompt is read: long prompts come in chunks, so that neither the scores of a pass nor
 #: its hidden states grow with the square of the prompt, or with all of it.
 PREFILL_CHUNK = 2048
-
-# on_features(tokens [B, N], features [B, N, m*H] or None, offsets [B], counts [B]): see Drafter.commit
-OnFeatures = Callable[[torch.Tensor, "torch.Tensor | None", torch.Tensor, torch.Tensor], None]
 
 
 class Target(Protocol):
@@ -48,6 +46,7 @@ class RaggedTarget:
         self.model = model
         self.cache = cache
         self._taps = taps
+        self._checked = False
 
     @property
     def memory(self) -> int:
@@ -69,8 +68,8 @@ class RaggedTarget:
         """
         cache, offsets, ends = self.cache, self.cache.lengths.tolist(), counts.tolist()
         logits = None
-        for start in range(0, tokens.shape[1], PREFILL_CHUNK):
-            ids = tokens[:, start : start + PREFILL_CHUNK]
+        for start in range(0, max(ends), PREFILL_CHUNK):
+            ids = tokens[:, start : min(start + PREFILL_CHUNK, max(ends))]
             width = ids.shape[1]
             reading = max(offset + min(start, count) + width for offset, count in zip(offsets, ends) if count > start)
             positions = cache.begin(width, min(reading, cache.capacity))
@@ -103,29 +102,36 @@ class RaggedTarget:
         self.cache.lengths += taken
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
-        with attending(self.cache):
-            return self.model(
+        with attending(self.cache) as running:
+            output = self.model(
                 input_ids=ids,
                 position_ids=positions,
                 past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=keep,
                 return_dict=True,
-            ).logits
+            )
+        if not self._checked:
+            check_attended(self.model, running)
+            self._checked = True
+        return output.logits
 
     def _features(self) -> torch.Tensor | None:
         return self._taps.take() if self._taps.layer_ids else None
 
 
 @contextmanager
-def driven(model: PreTrainedModel, layer_ids: Sequence[int], batch: int, capacity: int) -> Iterator[RaggedTarget]:
-    """Drive ``model`` with a ragged cache and taps for the time of a ``with`` block; it is as before afterwards.
+def driven(model: PreTrainedModel, layer_ids: Sequence[int], cache: RaggedCache | None) -> Iterator[Target]:
+    """Drive ``model`` with ``cache`` and taps for the time of a ``with`` block; it is as before afterwards.
+
+    Without a cache of ours, the model keeps its own cache and attention
+    (:func:`~dspark_fast.eligibility.choose_target` says which).
 
     Raises:
-        ValueError: if the model cannot be driven so, naming why.
+        ValueError: if the model does not take its attention from transformers' interface, but should take ours.
     """
-    check_attention(model)
-    depth = model.config.get_text_config(decoder=True).num_hidden_layers
-    cache = RaggedCache(depth, batch, capacity, model.device)
-    with ragged(model), tapped(model, layer_ids) as taps:
-        yield RaggedTarget(model, cache, taps)
+    with ExitStack() as stack:
+        if cache is not None:
+            stack.enter_context(ragged(model))
+        taps = stack.enter_context(tapped(model, layer_ids))
+        yield OwnCacheTarget(model, taps) if cache is None else RaggedTarget(model, cache, taps)

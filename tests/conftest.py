@@ -44,6 +44,12 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def always_drafting(monkeypatch):
+    """Speculation is not switched off by the clock where a test does not ask for it: counts of rounds would vary."""
+    monkeypatch.setattr("dspark_fast.generation.OFF_SWITCH", False)
+
+
 @pytest.fixture(scope="session")
 def make_target():
     """``make_target(family, **config)``: a random target, varied in what it says; one instance per set of arguments.
@@ -74,7 +80,7 @@ def make_target():
             torch.manual_seed(0)
             heads = {"head_dim": 16} if family in ("Qwen3", "Gemma") else {}
             config = getattr(transformers, f"{family}Config")(**{**small, **heads, **changes})
-            model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+            model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
             if fresh:
                 return model
             made[key] = model

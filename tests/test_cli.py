@@ -160,7 +160,7 @@ def test_a_planted_difference_is_reported(pair, monkeypatch, as_table):
 
     def wrong(model, draft, input_ids, **kwargs):
         output = true(model, draft, input_ids, **kwargs)
-        output[0, input_ids.shape[1] + 2] = 65
+        (output if isinstance(output, torch.Tensor) else output.sequences)[0, input_ids.shape[1] + 2] = 65
         return output
 
     monkeypatch.setattr(generation, "generate", wrong)
@@ -336,6 +336,24 @@ def test_chat_remembers_until_it_is_reset(pair, heard):
     assert result.stdout.count("| greedy | fp32 | cpu\n") == 3
     assert "/reset  forget" in result.stdout
     assert "no command /nonsense" in result.stderr
+
+
+def test_a_chat_does_not_read_its_history_again(pair, monkeypatch):
+    from dspark_fast.target import RaggedTarget
+
+    prefill, lengths = RaggedTarget.prefill, []
+
+    def counted(self, tokens, counts, on_features):
+        before = int(self.cache.lengths)
+        lengths.append((before, before + int(counts)))
+        return prefill(self, tokens, counts, on_features)
+
+    monkeypatch.setattr(RaggedTarget, "prefill", counted)
+    result = run("chat", *pair, "--max-new-tokens", 5, input="One\nTwo\n/reset\nOne\n")
+    assert result.exit_code == 0, result.output
+    first, second, third = lengths
+    assert first[0] == 0 and first[1] <= second[0] < second[1]
+    assert third == (first[1] - 1, first[1])
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(pair, heard):

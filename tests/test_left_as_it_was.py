@@ -163,13 +163,14 @@ def test_after_broken_logits(pair):
 
 
 @pytest.mark.floor
-def test_a_model_that_passes_its_attention_by_is_refused_and_left_alone():
+def test_a_model_that_passes_its_attention_by_is_refused_in_batches_and_left_alone():
     from transformers import BloomConfig, BloomForCausalLM
 
     model = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=3, n_head=2, eos_token_id=None)).eval()
     with AsBefore(model):
-        with pytest.raises(ValueError, match=r"BloomForCausalLM.*attention interface"):
-            dspark_fast.generate(model, None, IDS, **SETTINGS)
+        with pytest.raises(ValueError, match=r"BloomForCausalLM.*one row at a time: the batch has 2"):
+            dspark_fast.generate(model, None, IDS.repeat(2, 1), **SETTINGS)
+        dspark_fast.generate(model, None, IDS, **SETTINGS)
 
 
 class InTheMiddle:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
+from transformers import DynamicCache, LogitsProcessor, StaticCache, StoppingCriteria, SynthIDTextWatermarkingConfig
 from transformers.generation.logits_process import (
+    ClassifierFreeGuidanceLogitsProcessor,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import ConfidenceCriteria, EosTokenCriteria, MaxLengthCriteria
 
 import dspark_fast
 from dspark_fast import DSparkConfig, DSparkDraft
-from dspark_fast.target import driven
+from dspark_fast.requests import read_request
 
 IDS = torch.tensor([[5, 17, 40, 3], [9, 8, 7, 6]])
 ONES = torch.ones_like(IDS)
@@ -41,6 +42,10 @@ class MyProcessor(LogitsProcessor):
         return scores
 
 
+class MyStatelessProcessor(MyProcessor):
+    stateless = True
+
+
 class MyCriterion(StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
         return torch.zeros(len(input_ids), dtype=torch.bool)
@@ -53,20 +58,27 @@ def mask_of(*rows):
 REFUSED = {
     "beams": ({"num_beams": 2}, r"num_beams is 2"),
     "guidance": ({"guidance_scale": 1.5}, r"guidance_scale is 1\.5"),
-    "prompt-lookup": ({"prompt_lookup_num_tokens": 3}, r"prompt_lookup_num_tokens"),
-    "scores": ({"output_scores": True, "return_dict_in_generate": True}, r"output_scores"),
-    "logits": ({"output_logits": True, "return_dict_in_generate": True}, r"output_logits"),
+    "guidance-by-hand": (
+        {"logits_processor": [ClassifierFreeGuidanceLogitsProcessor(1.5)]},
+        r"classifier-free guidance",
+    ),
+    "constraints": ({"constraints": [object()]}, r"constraints is .*constrained beam search"),
+    "forced-words": ({"force_words_ids": [[4]]}, r"force_words_ids is .*constrained beam search"),
+    "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, r"penalty_alpha is 0\.6.*contrastive search"),
+    "dola": ({"dola_layers": "low"}, r"dola_layers is 'low'.*DoLa"),
+    "prompt-lookup": ({"prompt_lookup_num_tokens": 3}, r"prompt_lookup_num_tokens is 3.*prompt lookup"),
+    "early-exit": ({"assistant_early_exit": 2}, r"assistant_early_exit is 2.*assisted decoding"),
+    "prefill-in-chunks": ({"prefill_chunk_size": 2}, r"prefill_chunk_size is 2"),
+    "without-a-cache": ({"use_cache": False}, r"use_cache is False"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, r"output_attentions"),
     "hidden-states": ({"output_hidden_states": True, "return_dict_in_generate": True}, r"output_hidden_states"),
-    "repetition-penalty": ({"repetition_penalty": 1.2}, r"RepetitionPenaltyLogitsProcessor"),
-    "no-repeat-ngram": ({"no_repeat_ngram_size": 2}, r"NoRepeatNGramLogitsProcessor"),
-    "least-length": ({"min_new_tokens": 3, "eos_token_id": 1}, r"Min\w*LengthLogitsProcessor"),
-    "bad-words": ({"bad_words_ids": [[4]]}, r"NoBadWordsLogitsProcessor"),
-    "typical-p": ({"do_sample": True, "typical_p": 0.5}, r"TypicalLogitsWarper"),
-    "own-processor": ({"logits_processor": [MyProcessor()]}, r"MyProcessor"),
-    "own-criterion": ({"stopping_criteria": [MyCriterion()]}, r"MyCriterion"),
-    "stop-strings": ({"stop_strings": "."}, r"stop_strings|stop strings"),
-    "most-time": ({"max_time": 1.0}, r"MaxTimeCriteria"),
+    "own-processor": ({"logits_processor": [MyProcessor()]}, r"MyProcessor.*stateless = True"),
+    "synth-id": (
+        {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=2)},
+        r"SynthIDTextWatermarkLogitsProcessor remembers",
+    ),
+    "scores-of-each-step": ({"stopping_criteria": [ConfidenceCriteria(0.5)]}, r"ConfidenceCriteria"),
+    "stop-strings-without-tokenizer": ({"stop_strings": "."}, r"stop_strings"),
     "embeddings": ({"inputs_embeds": torch.zeros(2, 4, 64)}, r"inputs_embeds"),
     "no-new-tokens": ({"max_new_tokens": 0}, r"max_new_tokens.*\b0\b|0 .*max_new_tokens|greater than 0"),
     "right-padded": (mask_of([1, 1, 1, 1], [1, 1, 1, 0]), r"attention_mask of row 1 is not left-padded"),
@@ -105,26 +117,152 @@ def test_setting_is_refused(settings, message, idle, streamer):
         dspark_fast.generate(model, draft, IDS, **settings)
 
 
-# A user's own instance of a processor that the loop knows must not be mistaken for the one that the settings make.
+# A user's own instance of a criterion that the device does must not be mistaken for the one that the settings make.
 BY_HAND = {
-    "temperature": ({"logits_processor": [TemperatureLogitsWarper(0.5)]}, r"TemperatureLogitsWarper|temperature"),
-    "other-temperature": (
-        {"temperature": 0.7, "logits_processor": [TemperatureLogitsWarper(0.5)]},
-        r"TemperatureLogitsWarper|temperature",
-    ),
-    "top-k": ({"top_k": 0, "logits_processor": [TopKLogitsWarper(3)]}, r"TopKLogitsWarper|top_k"),
-    "top-p": ({"logits_processor": [TopPLogitsWarper(0.5)]}, r"TopPLogitsWarper|top_p"),
-    "min-p": ({"logits_processor": [MinPLogitsWarper(0.5)]}, r"MinPLogitsWarper|min_p"),
-    "length": ({"stopping_criteria": [MaxLengthCriteria(6)]}, r"MaxLengthCriteria|max_length"),
-    "stop-token": ({"stopping_criteria": [EosTokenCriteria(3)]}, r"EosTokenCriteria|eos_token_id"),
+    "length": ([MaxLengthCriteria(6)], r"MaxLengthCriteria has max_length 6.*give max_length"),
+    "stop-token": ([EosTokenCriteria(3)], r"EosTokenCriteria has eos_token_id 3.*give eos_token_id"),
 }
 
 
-@pytest.mark.parametrize(("settings", "message"), BY_HAND.values(), ids=BY_HAND)
-def test_known_processor_made_by_hand_is_refused(settings, message, idle):
+@pytest.mark.parametrize(("criteria", "message"), BY_HAND.values(), ids=BY_HAND)
+def test_known_criterion_made_by_hand_is_refused(criteria, message, idle):
     model, draft = idle
     with pytest.raises(ValueError, match=message):
-        dspark_fast.generate(model, draft, IDS, max_new_tokens=5, do_sample=True, **settings)
+        dspark_fast.generate(model, draft, IDS, max_new_tokens=5, do_sample=True, stopping_criteria=criteria)
+
+
+@pytest.fixture
+def requested(idle):
+    """``requested(**settings)``: what is read of the arguments that transformers prepares for them."""
+    model, _ = idle
+
+    def ask(**settings):
+        def read(model, input_ids, logits_processor=None, stopping_criteria=None, generation_config=None, **kwargs):
+            return read_request(model, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+
+        return model.generate(IDS, custom_generate=read, **{"max_new_tokens": 5, "do_sample": False, **settings})
+
+    return ask
+
+
+def names(items):
+    return [type(item).__name__ for item in items]
+
+
+RUN_BEFORE = {
+    "nothing": ({}, []),
+    "repetition-penalty": ({"repetition_penalty": 1.2}, ["RepetitionPenaltyLogitsProcessor"]),
+    "no-repeat-ngram": ({"no_repeat_ngram_size": 2}, ["NoRepeatNGramLogitsProcessor"]),
+    "least-length": (
+        {"min_new_tokens": 3, "eos_token_id": 1},
+        ["MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"],
+    ),
+    "bad-words": ({"bad_words_ids": [[4]]}, ["NoBadWordsLogitsProcessor"]),
+    "own": ({"logits_processor": [MyStatelessProcessor()]}, ["MyStatelessProcessor"]),
+    "allowed-tokens": (
+        {"prefix_allowed_tokens_fn": lambda row, ids: [1, 2]},
+        ["PrefixConstrainedLogitsProcessor"],
+    ),
+    "warper-by-hand": ({"logits_processor": [TopKLogitsWarper(3)]}, ["TopKLogitsWarper"]),
+    "two": (
+        {"repetition_penalty": 1.2, "no_repeat_ngram_size": 2},
+        ["RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor"],
+    ),
+}
+
+
+@pytest.mark.floor
+@pytest.mark.parametrize(("settings", "expected"), RUN_BEFORE.values(), ids=RUN_BEFORE)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_processors_are_carried_in_order(settings, expected, sampled, requested):
+    request = requested(do_sample=sampled, temperature=0.7 if sampled else None, **settings)
+    assert names(request.processors) == expected
+    assert not request.takes_cuts
+
+
+# What transformers' generate does itself when it samples: warpers, which the op does as long as nothing follows them.
+CUTS = {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.1}
+OWN_WARPERS = ["TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper"]
+
+
+@pytest.mark.floor
+def test_cuts_are_left_to_the_op(requested):
+    request = requested(**CUTS, repetition_penalty=1.2)
+    assert names(request.processors) == ["RepetitionPenaltyLogitsProcessor"]
+    assert (request.temperature, request.top_k, request.top_p, request.min_p) == (0.7, 9, 0.8, 0.1)
+
+
+@pytest.mark.floor
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        pytest.param({"typical_p": 0.5}, "TypicalLogitsWarper", id="typical"),
+        pytest.param({"epsilon_cutoff": 0.1}, "EpsilonLogitsWarper", id="epsilon"),
+        pytest.param({"eta_cutoff": 0.1}, "EtaLogitsWarper", id="eta"),
+        pytest.param({"renormalize_logits": True}, "LogitNormalization", id="normalised"),
+    ],
+)
+def test_cuts_go_to_the_processors_if_one_follows_them(settings, name, requested):
+    request = requested(**CUTS, **settings)
+    assert names(request.processors) == [*OWN_WARPERS, name]
+    assert request.takes_cuts
+    assert (request.temperature, request.top_k, request.top_p, request.min_p) == (0.7, 0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "warper", [TemperatureLogitsWarper(0.5), TopKLogitsWarper(3), TopPLogitsWarper(0.5), MinPLogitsWarper(0.5)], ids=str
+)
+def test_warper_made_by_hand_runs_before_those_of_the_settings(warper, requested):
+    request = requested(**CUTS, logits_processor=[warper])
+    assert request.processors == [warper]
+    assert (request.temperature, request.top_k, request.top_p, request.min_p) == (0.7, 9, 0.8, 0.1)
+
+
+@pytest.mark.floor
+def test_criteria_are_carried(requested):
+    mine = MyCriterion()
+    request = requested(stopping_criteria=[mine], max_time=10.0, eos_token_id=1)
+    assert names(request.criteria) == ["MaxTimeCriteria", "MyCriterion"]
+    assert request.criteria[1] is mine
+    assert requested(eos_token_id=1).criteria == []
+
+
+@pytest.mark.floor
+@pytest.mark.parametrize("kind", ["scores", "logits"])
+def test_scores_and_logits_are_asked_for_with_a_dictionary(kind, requested):
+    asked = [
+        requested(**{f"output_{kind}": True}, return_dict_in_generate=return_dict) for return_dict in (True, False)
+    ]
+    assert [(request.output_scores, request.output_logits) for request in asked] == [
+        (kind == "scores", kind == "logits"),
+        (False, False),
+    ]
+
+
+@pytest.mark.floor
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_cache_of_the_caller_is_carried(tokens, idle, requested):
+    """An empty one too: the caller expects to find it full."""
+    cache = DynamicCache(config=idle[0].config)
+    if tokens:
+        for layer in range(idle[0].config.num_hidden_layers):
+            cache.update(torch.zeros(2, 2, tokens, 16), torch.zeros(2, 2, tokens, 16), layer)
+    assert requested(past_key_values=cache).past is cache
+    assert requested().past is None
+
+
+def test_cache_of_another_kind_is_refused(idle, requested):
+    cache = StaticCache(config=idle[0].config, max_cache_len=16)
+    with pytest.raises(ValueError, match=r"past_key_values is a StaticCache: accepted are a DynamicCache"):
+        requested(past_key_values=cache)
+
+
+def test_embeddings_alone_are_refused(idle):
+    def read(model, input_ids, logits_processor=None, stopping_criteria=None, generation_config=None, **kwargs):
+        return read_request(model, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+
+    with pytest.raises(ValueError, match=r"inputs_embeds is given"):
+        idle[0].generate(inputs_embeds=torch.zeros(2, 4, 64), custom_generate=read, max_new_tokens=5)
 
 
 INPUTS = {
@@ -148,26 +286,10 @@ def test_prompt_that_fills_the_length_limit_is_refused(idle):
         dspark_fast.generate(model, draft, IDS, max_length=4)
 
 
-@pytest.mark.floor
-@pytest.mark.parametrize("tokens", [0, 2])
-def test_a_cache_handed_in_is_refused(tokens, idle):
-    """An empty one too: the caller would find it empty afterwards, and go on as if it were full."""
-    model, _ = idle
-    cache = DynamicCache(config=model.config)
-    if tokens:
-        for layer in range(model.config.num_hidden_layers):
-            cache.update(torch.zeros(2, 2, tokens, 16), torch.zeros(2, 2, tokens, 16), layer)
-    with pytest.raises(ValueError, match=rf"past_key_values is given, with {tokens} tokens"):
-        dspark_fast.generate(model, None, IDS, max_new_tokens=4, do_sample=False, past_key_values=cache)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        pytest.param({"penalty_alpha": 0.6, "top_k": 4}, r"penalty_alpha is 0\.6", id="contrastive"),
         pytest.param({"cache_implementation": "static"}, r"cache_implementation is 'static'", id="static-cache"),
-        pytest.param({"prompt_lookup_num_tokens": 3}, r"prompt_lookup_num_tokens is 3", id="prompt-lookup"),
-        pytest.param({"stop_strings": ["a"]}, r"stop_strings", id="stop-strings"),
         pytest.param({"token_type_ids": torch.ones(2, 4, dtype=torch.long)}, r"token_type_ids", id="another-input"),
     ],
 )
@@ -260,28 +382,9 @@ def test_model_that_passes_the_attention_interface_by_is_refused(family, setting
     runs = []
     model.register_forward_pre_hook(lambda module, args: runs.append(1))
     with pytest.raises(ValueError, match=f"{family}ForCausalLM"):
-        dspark_fast.generate(model, None, IDS, max_new_tokens=5)
+        dspark_fast.generate(model, None, IDS, max_new_tokens=5, use_cache=True)  # Mpt's own default is False
     assert not runs
     assert model.config._attn_implementation == before
-
-
-UNSERVED = {
-    "dynamic-rope": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
-    "longrope": ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
-    "chunked": ({"layer_types": ["full_attention"] * 5 + ["chunked_attention"]}, "chunked_attention"),
-    "recurrent": ({"layer_types": ["full_attention"] * 5 + ["linear_attention"]}, "linear_attention"),
-    "encoder": ({"is_encoder_decoder": True}, "encoder-decoder"),
-}
-
-
-@pytest.mark.parametrize(("changes", "message"), UNSERVED.values(), ids=UNSERVED)
-def test_attention_that_cannot_be_rolled_back_is_refused(changes, message, make_target):
-    """At the loop's own door: transformers refuses some of these before it."""
-    model = make_target(fresh=True)
-    for key, value in changes.items():
-        setattr(model.config, key, value)
-    with pytest.raises(ValueError, match=f"Qwen3ForCausalLM.*{message}"), driven(model, [], 1, 8):
-        pass
 
 
 def test_gradient_checkpointing_is_refused(make_target):

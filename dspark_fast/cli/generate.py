@@ -170,11 +170,11 @@ def _show(out: Console, found: Comparison) -> None:
         if found.speedup_most > 1.5 * found.speedup_least:
             out.print("the runs differ a lot, so something else is using this machine: do not trust this speedup")
     if found.predicted_speedup is not None:
-        draft, verify, rest = (1000 * found.seconds_per_round[part] for part in ("draft", "verify", "bookkeeping"))
+        names = {"bookkeeping": "rest", "graph": "one graph"}
+        parts = (f"{names.get(part, part)} {1000 * time:.2f}" for part, time in found.seconds_per_round.items())
         out.print(
             f"predicted {found.predicted_speedup:.2f}x = {found.acceptance_length:.2f} tokens per round x "
-            f"{1000 * (found.seconds_per_plain_step or 0):.2f} ms / (draft {draft:.2f} + verify {verify:.2f} "
-            f"+ rest {rest:.2f} ms)"
+            f"{1000 * (found.seconds_per_plain_step or 0):.2f} ms / ({' + '.join(parts)} ms)"
         )
     if found.first_difference is None:
         count = len(found.tokens)

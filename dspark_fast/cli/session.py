@@ -16,7 +16,7 @@ import typer
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
     from dspark_fast.draft import DSparkDraft
     from dspark_fast.stats import Stats
@@ -84,6 +84,7 @@ class Session:
 
         dtype = None if settings.dtype == "auto" else getattr(torch, _LONG[settings.dtype])
         self.settings = settings
+        self._past: Cache | None = None
         self.model: PreTrainedModel
         self.draft: DSparkDraft
         self.tokenizer: PreTrainedTokenizerBase
@@ -165,7 +166,7 @@ class Session:
         return min(self.settings.max_new_tokens, context - length)
 
     def answer(self, input_ids: torch.Tensor, stream: TextStream | None = None) -> Answer:
-        """Decode what follows ``input_ids`` ``[1, S]``.
+        """Decode what follows ``input_ids`` ``[1, S]``; what they share with the call before is not read again.
 
         Raises:
             ValueError, FloatingPointError: see :func:`dspark_fast.generate`.
@@ -187,17 +188,21 @@ class Session:
             verification=settings.verification or "rejection",
             seed=settings.seed,
             streamer=stream,
-            return_dict_in_generate=False,
+            return_dict_in_generate=True,
+            past_key_values=self._past,
             **settings.drafting(),
             **sampling,
         )
-        tokens = output[0, input_ids.shape[1] :].tolist()
+        self._past = output.past_key_values
+        tokens = output.sequences[0, input_ids.shape[1] :].tolist()
         return Answer(tokens, self.tokenizer.decode(tokens, skip_special_tokens=True), output.stats)
 
     def figures(self, stats: Stats) -> str:
         """One line on what a call did."""
         count = sum(stats.new_tokens)
         parts = [f"{count} token{'' if count == 1 else 's'}"]
+        if stats.pauses:
+            parts.append(f"{stats.plain_steps} of them without drafts, which lost time")
         if stats.rounds:
             parts += [f"{stats.tokens_per_second:.1f} tokens/s", f"acceptance length {stats.acceptance_length:.2f}"]
         mode = stats.mode

@@ -169,6 +169,7 @@ def measure_acceptance(
                 attention_mask=mask,
                 max_new_tokens=max_new_tokens,
                 pad_token_id=0 if pad is None else pad,
+                off_switch=False,
                 seed=[seeds[number] for number, _ in rows],
                 **sampling,
             )

@@ -1,0 +1,259 @@
+"""A round asks the host nothing and moves no tensor, so it can be a graph; caches grow; reports are read late."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dspark_fast import capacity, graphs, loop, ops
+from dspark_fast.cache import RaggedCache
+from dspark_fast.drafters import DSparkDrafter, Noise
+from dspark_fast.packing import pack
+from dspark_fast.reader import Reader
+from dspark_fast.round import Cuts, Round, Sampling
+from dspark_fast.state import DecodingState, Limits
+from dspark_fast.stats import Stats
+from dspark_fast.target import driven
+
+NEW = 24
+# What an op of PyTorch must not do inside a round: hand a value to the host, or make a shape of one.
+ASKS = ("_local_scalar_dense", "nonzero", "masked_select", "item", "unique", "is_nonzero", "equal")
+
+
+class AsksNothing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        assert not (name.startswith(ASKS) or "unique" in name), f"{func} asks the host"
+        if name.startswith("index"):  # a mask as an index is a nonzero
+            for index in args[1] if isinstance(args[1], (list, tuple)) else ():
+                assert index is None or index.dtype != torch.bool, f"{func} indexes by a mask"
+        return func(*args, **(kwargs or {}))
+
+
+MODES = pytest.mark.parametrize("call", ["greedy", "coupled", "rejection"], indirect=True)
+
+
+@pytest.fixture
+def call(request, make_target, make_draft, prompts):
+    """``call(graph)`` decodes one batch and returns what came; ``call.plan`` is how."""
+    model = make_target()
+    batch = prompts((9, 6, 1, 8))
+    ids, lengths = pack(batch.input_ids, batch.attention_mask)
+    mode = getattr(request, "param", "greedy")
+    temperature = torch.full((4,), 0.0 if mode == "greedy" else 0.8)
+    cuts = Cuts() if mode == "greedy" else Cuts(top_k=20, top_p=0.95)
+    sampling = Sampling(Noise(mode, temperature, torch.arange(11, 15)), cuts)
+    stops = torch.tensor([3, 50])
+
+    draft = make_draft(model)
+
+    def decode(*, seed=11, lengths=lengths, ids=ids, **options):
+        noise = Noise(mode, temperature, torch.arange(seed, seed + 4))
+        plan = loop.Plan(Sampling(noise, cuts), Limits(NEW, stops), **options)
+        return loop.decode(model, DSparkDrafter(draft), ids, lengths, plan)
+
+    decode.model, decode.draft, decode.sampling, decode.limits = model, draft, sampling, Limits(NEW, stops)
+    decode.ids, decode.lengths = ids, lengths
+    return decode
+
+
+def recorded(work, space):
+    """A stand-in for a CUDA graph: what ``work`` does to the same memory, as ops without any Python between them."""
+    state = space.state
+    places = [state.tokens, state.lengths, state.finished, state.report, space.cache.lengths]
+    before = [place.clone() for place in places]
+    trace = make_fx(work)()
+    for place, old in zip(places, before):  # a capture does not run what it records, this did
+        place.copy_(old)
+    assert {node.op for node in trace.graph.nodes} <= {"call_function", "get_attr", "output"}
+    return trace
+
+
+@pytest.fixture
+def opaque(monkeypatch):
+    """Our ops as single nodes, as a compiler or a recorder sees them: what is inside is the kernels' own affair."""
+    monkeypatch.setattr(
+        ops, "call", lambda name, backend, *t, **o: getattr(torch.ops.dspark_fast, name)(*t, **o, backend=backend)
+    )
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch, opaque):
+    """Graphs are recorded and replayed on the CPU; ``recordings`` says how many."""
+    recordings = []
+
+    def record(work, space):
+        recordings.append(work)
+        return recorded(work, space)
+
+    made = graphs.Workspace.__init__
+
+    def init(self, *args, **kwargs):
+        made(self, *args, recorder=lambda work: record(work, self), **kwargs)
+
+    monkeypatch.setattr(graphs.Workspace, "__init__", init)
+    graphs.clear_graphs()
+    yield recordings
+    graphs.clear_graphs()
+
+
+@torch.no_grad()
+@MODES
+def test_a_round_asks_the_host_nothing(call, opaque):
+    batch, width = call.ids.shape
+    drafter = DSparkDrafter(call.draft)
+    drafter.begin(batch, 64, call.ids.device)
+    state = DecodingState(call.ids, call.lengths, call.limits, drafter.block_size, 64)
+    cache = RaggedCache.for_model(call.model, batch, 64)
+    with driven(call.model, drafter.target_layer_ids, cache) as target:
+        rounds = Round(target, drafter, state, call.sampling.per_row(), None, None)
+        rounds.prefill(call.ids, call.lengths)
+        for drafting in (True, False):
+            with AsksNothing():
+                rounds.run(None, drafting=drafting)
+        with pytest.raises(AssertionError, match="asks the host"), AsksNothing():
+            rounds.run(width + 1 + drafter.block_size, drafting=True)  # outside graphs it may, on a CPU
+
+
+@torch.no_grad()
+@MODES
+def test_a_replayed_round_is_the_round(call, on_a_cpu):
+    """The first round is run, the second recorded and all later ones replayed from the record, one report behind."""
+    plain = call()
+    assert min(map(len, plain.rows)) < NEW or plain.stats.rounds > 3
+    for seed in (11, 12, 11):
+        replayed = call(seed=seed, graph=True)
+        assert replayed.rows == call(seed=seed).rows
+        assert replayed.stats.graph and replayed.stats.seconds.graph > 0
+    assert replayed.stats.acceptance_lengths == plain.stats.acceptance_lengths
+    assert len(on_a_cpu) == 1, "calls of one kind share a recording"
+
+
+@torch.no_grad()
+def test_a_recording_serves_other_prompts(call, on_a_cpu):
+    call(graph=True)
+    ids, lengths = call.ids.flip(0)[:, :7].contiguous() % 90 + 1, torch.tensor([7, 3, 2, 5])
+    assert call(ids=ids, lengths=lengths, graph=True).rows == call(ids=ids, lengths=lengths).rows
+    assert len(on_a_cpu) == 1
+
+
+@torch.no_grad()
+def test_weights_elsewhere_need_another_recording(call, on_a_cpu):
+    before = call(graph=True)
+    layer = call.model.model.layers[3].mlp.down_proj
+    old = layer.weight.data
+    try:
+        layer.weight.data = old * 1.5
+        after = call(graph=True)
+        assert after.rows == call().rows != before.rows
+    finally:
+        layer.weight.data = old
+    assert len(on_a_cpu) == 2
+
+
+@torch.no_grad()
+def test_graphs_are_bounded(call, on_a_cpu, monkeypatch):
+    monkeypatch.setattr(graphs, "MOST_KEPT", 2)
+    for width in (512, 1536, 512, 3072):
+        call(ids=torch.nn.functional.pad(call.ids, (0, width)), graph=True)
+    assert [key[6] for key in graphs._kept] == [1024, 4096] and len(on_a_cpu) == 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("graph", [False, True])
+def test_an_exception_leaves_no_workspace(call, on_a_cpu, graph):
+    def fail(rows):
+        raise KeyboardInterrupt
+
+    call(graph=graph)
+    kept = len(graphs._kept)
+    assert kept == graph
+    with pytest.raises(KeyboardInterrupt):
+        call(graph=graph, on_commit=fail)
+    assert not graphs._kept
+
+
+@torch.no_grad()
+@MODES
+def test_plain_steps_in_a_graph(call, on_a_cpu):
+    """A switch that goes back and forth: both kinds of round are recorded, and greedy and coupled tokens stay."""
+
+    class Flips:
+        pauses = 0
+        heard = 0
+
+        def drafts(self):
+            return self.heard % 5 < 2
+
+        def note(self, drafting, seconds, tokens):
+            self.heard += 1
+
+    plain = call()
+    for graph in (False, True):
+        flipped = call(graph=graph, switch=Flips())
+        assert flipped.stats.plain_steps > 4 and flipped.stats.rounds > 2
+        if plain.stats.mode != "rejection":
+            assert flipped.rows == plain.rows
+    assert len(on_a_cpu) == 2
+
+
+# --- growing ---
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [(1, 256), (256, 256), (257, 512), (4096, 4096), (4097, 8192), (8193, 12288), (32769, 36864)],
+)
+def test_buckets(tokens, expected):
+    assert capacity.bucket(tokens) == expected
+    assert capacity.room(tokens, 10**6) == expected
+    assert capacity.room(tokens, tokens) == tokens
+
+
+@torch.no_grad()
+def test_caches_grow_and_nothing_changes(call, monkeypatch):
+    whole = call()
+    monkeypatch.setattr(capacity, "_SMALLEST", 2)
+    grown = call()
+    assert grown.rows == whole.rows
+    assert grown.stats.acceptance_lengths == whole.stats.acceptance_lengths
+    # 9 tokens of prompt, 24 new ones, and the last round's block
+    assert 9 + max(map(len, whole.rows)) <= grown.stats.capacity <= 9 + NEW + 5 + 1
+
+
+@torch.no_grad()
+def test_memory_is_counted(call):
+    stats = call().stats
+    config, draft = call.model.config, call.draft.config
+    per_token = 2 * config.num_key_value_heads * config.head_dim * 4
+    assert stats.memory["target"] == config.num_hidden_layers * 4 * stats.capacity * per_token
+    per_token = 2 * draft.num_key_value_heads * draft.head_dim * 4
+    assert stats.memory["drafter"] == draft.num_hidden_layers * 4 * stats.capacity * per_token
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [1, 3, 4, 9])
+def test_prompts_in_chunks(call, chunk, monkeypatch):
+    whole = call()
+    monkeypatch.setattr("dspark_fast.target.PREFILL_CHUNK", chunk)
+    assert call().rows == whole.rows
+
+
+# --- the reader ---
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_reports_are_read_late(lag):
+    state = DecodingState(torch.tensor([[5, 6]]), torch.tensor([2]), Limits(6, torch.tensor([9])), 3, 20)
+    heard = []
+    reader = Reader(state, Stats(1, "greedy", [0], 3), lag=lag, stopping=None, on_commit=heard.append)
+    for run in ([7, 8], [4, 9, 1, 2], [3, 3, 3, 3]):
+        state.commit(torch.tensor([run]), torch.tensor([len(run)]), torch.tensor([len(run) - 1]))
+        reader.queue(True)
+        reader.read()
+        assert reader.unread == lag
+    reader.read(all_of_it=True)
+    assert [rows for rows in heard if rows != [[]]] == [[[7, 8]], [[4, 9]]]
+    assert reader.done and reader.lengths == [6] and reader.rows == [[7, 8, 4, 9]]
