@@ -132,10 +132,10 @@ else
     # Among these rows: 100 repeats of every kernel, which must be equal bit for bit.
     SHOWN=25 step tests 120 "${pytest[@]}" tests/kernels -m "gpu or not gpu" --durations=5
     if has transformers; then # which the targets of these tests are made with
-        SHOWN=12 step "training tests" 90 "${pytest[@]}" tests/test_training.py tests/test_trainer.py tests/test_features.py \
+        SHOWN=12 step "engine and training tests" 120 "${pytest[@]}" tests/test_gpu_rounds.py tests/test_training.py tests/test_trainer.py tests/test_features.py \
             -m gpu --durations=3
     else
-        skip "training tests" "transformers is not installed, and wheels/ has none"
+        skip "engine and training tests" "transformers is not installed, and wheels/ has none"
     fi
 fi
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,7 +68,11 @@ class Context:
 
 
 class Drafter(Protocol):
-    """A model that proposes. One instance serves one call of ``generate`` at a time."""
+    """A model that proposes. One instance serves one call of ``generate`` at a time.
+
+    One that also has ``capturable`` and ``restart`` (see :class:`DSparkDrafter`) can be part of a CUDA graph; one that
+    has ``context`` and ``resume`` goes on from ``past_key_values``.
+    """
 
     #: most tokens it proposes in a round
     block_size: int
@@ -158,6 +163,12 @@ class DSparkDrafter:
     def grow(self, capacity: int) -> None:
         context = self.context
         context.keys, context.values = (widened(one, 2, capacity) for one in (context.keys, context.values))
+
+    @property
+    def capturable(self) -> tuple[Hashable, ...]:
+        """What a graph of its rounds has baked in, the weights' addresses among it: it asks the host nothing."""
+        weights = (*self.draft.parameters(), *self.draft.buffers())
+        return type(self), self.use_markov, self.confidence_threshold, hash(tuple(one.data_ptr() for one in weights))
 
     def restart(self) -> None:
         """Begin again with the same rows and room, without moving a tensor."""

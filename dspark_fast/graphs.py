@@ -13,7 +13,7 @@ from torch import nn
 
 from dspark_fast.backend import choose
 from dspark_fast.cache import RaggedCache
-from dspark_fast.drafters import Drafter, DSparkDrafter
+from dspark_fast.drafters import Drafter
 from dspark_fast.round import Round, Sampling
 from dspark_fast.state import DecodingState, Limits
 
@@ -69,8 +69,8 @@ def obstacle(model: nn.Module, drafter: Drafter, device: torch.device) -> str | 
     """Why a call on ``device`` cannot be captured; None if it can."""
     if device.type != "cuda":
         return f"the target is on {device}: only a GPU has CUDA graphs"
-    if type(drafter) is not DSparkDrafter:
-        return f"the drafter is a {type(drafter).__name__}: only DSpark's rounds are known not to ask the host"
+    if not hasattr(drafter, "capturable"):
+        return f"the drafter is a {type(drafter).__name__}, whose rounds may ask the host"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the target is spread over several devices"
     if choose(None, torch.empty(0, device=device)) != "kernel":
@@ -78,22 +78,13 @@ def obstacle(model: nn.Module, drafter: Drafter, device: torch.device) -> str | 
     return None
 
 
-def key_of(model: nn.Module, drafter: DSparkDrafter, sampling: Sampling, state: tuple[int, int, int]) -> Hashable:
+def key_of(model: nn.Module, drafter: Drafter, sampling: Sampling, state: tuple[int, int, int]) -> tuple[Hashable, ...]:
     """What two calls must have in common to share a workspace; ``state`` is batch, capacity and number of stop tokens.
 
     The weights' addresses are part of it: a graph reads those places, whatever a module points to later.
     """
-    weights = (*model.parameters(), *model.buffers(), *drafter.draft.parameters(), *drafter.draft.buffers())
-    places = hash(tuple(one.data_ptr() for one in weights))
-    return (
-        id(model),
-        places,
-        id(drafter.draft),
-        drafter.use_markov,
-        drafter.confidence_threshold,
-        *state,
-        sampling.kind,
-    )
+    places = hash(tuple(one.data_ptr() for one in (*model.parameters(), *model.buffers())))
+    return (id(model), places, *state, drafter.capturable, sampling.kind)
 
 
 _kept: OrderedDict[Hashable, Workspace] = OrderedDict()
