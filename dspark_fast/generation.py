@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -201,6 +202,10 @@ class Decoding:
         return not why
 
     def _check(self, model: PreTrainedModel, request: Request) -> None:
+        if self._log_probs and not request.return_dict:
+            raise ValueError(
+                "log_probs is True, but there is nothing to give them on: set return_dict_in_generate=True"
+            )
         if self._streamer is not None and request.batch > 1:
             raise ValueError(f"streamer takes one row, the batch has {request.batch}: rows advance at their own pace")
         draft = self._draft
@@ -265,9 +270,10 @@ def decoding(
             does not give the same tokens again. None: on, but off in rejection mode with ``seed`` or ``generator``.
         use_graph: replay rounds as CUDA graphs, which keep the caches' memory for the next call
             (:func:`dspark_fast.clear_graphs` frees it). None: where that works. The tokens are the same.
-        log_probs: with ``return_dict_in_generate``, give ``.log_probs``, fp32 ``[B, n]``: of each new token under the
-            target's own logits, before processors, temperature and cuts.
-        stop_strings, tokenizer: as in transformers: a row ends with the token that completes one of the strings.
+        log_probs: give ``.log_probs``, fp32 ``[B, n]``: of each new token under the target's own logits, before
+            processors, temperature and cuts. It needs ``return_dict_in_generate``.
+        stop_strings, tokenizer: as in transformers: a row ends with the token that completes one of the strings, and is
+            padded from there on.
         streamer: as in transformers; batch 1.
 
     Raises:
@@ -324,6 +330,7 @@ def generate(
             ``stopping_criteria``, ``num_return_sequences``, ``return_dict_in_generate``, ``output_scores``,
             ``output_logits``, ...). ``past_key_values`` goes on from what an earlier call with
             ``return_dict_in_generate`` handed back, or from a ``DynamicCache``, without reading it again.
+            ``max_length`` beside ``max_new_tokens`` bounds the caches: what might exceed it is refused.
 
     Returns:
         What ``model.generate`` returns: ``[B, S + n]``, or a ``GenerateDecoderOnlyOutput``; with ``.stats``
@@ -334,6 +341,20 @@ def generate(
             combined with speculative decoding; before any work, naming it.
         FloatingPointError: if the target's logits are NaN, naming row and position.
     """
+    # transformers would let max_new_tokens win; whoever gives both wants the caches bounded.
+    if kwargs.get("max_length") is not None and kwargs.get("max_new_tokens") is not None:
+        most, new = kwargs.pop("max_length"), kwargs["max_new_tokens"]
+        if input_ids.shape[1] + new > most:
+            raise ValueError(
+                f"max_length is {most}, but the prompt has {input_ids.shape[1]} tokens and max_new_tokens is {new}: "
+                f"accepted is max_new_tokens of {most - input_ids.shape[1]} or less"
+            )
+    # transformers would make a criterion of those in a config, and has no tokenizer then.
+    config = kwargs.get("generation_config")
+    if getattr(config, "stop_strings", None) is not None:
+        kwargs["generation_config"] = copy.deepcopy(config)
+        kwargs["generation_config"].stop_strings = None
+        stop_strings = config.stop_strings if stop_strings is None else stop_strings
     custom = decoding(
         draft,
         verification=verification,

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from dspark_fast import graphs
 from dspark_fast.cache import RaggedCache
-from dspark_fast.capacity import bucket, room
+from dspark_fast.capacity import bucket, check_memory, room
 from dspark_fast.drafters import Drafter
 from dspark_fast.graphs import Workspace
 from dspark_fast.outputs import Outputs
@@ -89,6 +89,7 @@ def decode(
     """
     noise = plan.sampling.noise
     stats = Stats(len(prompts), noise.mode, noise.seed.tolist(), drafter.block_size, graph=plan.graph)
+    stats.off_switch = plan.switch is not None
     clock = Clock(stats.seconds, prompts.device)
     with _workspace(model, drafter, prompts, prompt_lengths, plan) as work:
         reader = Reader(work.state, stats, lag=int(plan.graph), stopping=plan.stopping, on_commit=plan.on_commit)
@@ -105,8 +106,8 @@ def decode(
                 if plan.graph:
                     work.run(rounds, drafting=drafting)
                 else:
-                    _make_room(work, target, max(reader.lengths) + work.drafter.block_size + 1)
-                    rounds.run(max(reader.lengths) + work.drafter.block_size, drafting=drafting)
+                    _make_room(work, target, reader.longest + work.drafter.block_size + 1)
+                    rounds.run(reader.longest + work.drafter.block_size, drafting=drafting)
                 reader.queue(drafting)
                 with rounds.part("bookkeeping" if drafting else "plain"):
                     heard = reader.read()
@@ -180,6 +181,8 @@ def _workspace(
         capacity, sampling = bucket(most), sampling.per_row()
         key = graphs.key_of(model, drafter, sampling, (batch, capacity, len(limits.stop_tokens)))
     work = graphs.take(key) if plan.graph else None
+    if plan.graph and work is None and prompts.is_cuda:
+        check_memory(model, batch, capacity)
     if work is not None:
         work.restart(prompts, prompt_lengths, limits, sampling)
     else:

@@ -387,6 +387,13 @@ def test_model_that_passes_the_attention_interface_by_is_refused(family, setting
     assert model.config._attn_implementation == before
 
 
+def test_max_length_bounds_what_max_new_tokens_may_need(idle):
+    model, draft = idle
+    width = IDS.shape[1]
+    with pytest.raises(ValueError, match=f"max_length is {width + 4}.*accepted is max_new_tokens of 4 or less"):
+        dspark_fast.generate(model, draft, IDS, max_new_tokens=5, max_length=width + 4)
+
+
 def test_gradient_checkpointing_is_refused(make_target):
     model = make_target(fresh=True).train()
     model.gradient_checkpointing_enable()

@@ -1,0 +1,44 @@
+"""Prompts longer than one chunk of the prefill, beside prompts of one token: as transformers reads them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dspark_fast
+
+TARGETS = {
+    "Qwen3": {},
+    "Mistral": {"sliding_window": 300},
+    "Gemma2": {"sliding_window": 300, "head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
+}
+SETTINGS = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.mark.floor
+@pytest.mark.parametrize("family", TARGETS)
+def test_thousands_of_tokens_beside_one(family, make_target, make_draft, prompts):
+    model = make_target(family, num_hidden_layers=4, max_position_embeddings=4096, **TARGETS[family])
+    if family == "Gemma2":
+        model.set_attn_implementation("eager")  # sdpa would drop its softcap without a word
+    batch = prompts((2100, 1) if family == "Gemma2" else (3000, 1, 2049, 2048))
+    settings = {**SETTINGS, "attention_mask": batch.attention_mask}
+    truth = model.generate(batch.input_ids, **settings)
+    assert len(set(truth[:, 3000:].flatten().tolist())) >= 8
+    draft = make_draft(model) if family == "Qwen3" else None
+    ours = dspark_fast.generate(model, draft, batch.input_ids, **settings)
+    assert torch.equal(ours, truth)
+
+
+@torch.no_grad()
+def test_the_drafters_context_is_the_same_in_chunks(make_target, make_draft, prompts, monkeypatch):
+    """Which drafts are right depends on all of the context: a chunk that was lost or shifted would show."""
+    model = make_target(num_hidden_layers=4, max_position_embeddings=4096)
+    batch, draft = prompts((700, 300)), make_draft(model)
+    settings = {**SETTINGS, "attention_mask": batch.attention_mask, "return_dict_in_generate": True}
+    whole = dspark_fast.generate(model, draft, batch.input_ids, **settings).past_key_values.context
+    monkeypatch.setattr("dspark_fast.target.PREFILL_CHUNK", 256)
+    parts = dspark_fast.generate(model, draft, batch.input_ids, **settings).past_key_values.context
+    for row, length in enumerate((700, 300)):
+        for one, other in ((whole.keys, parts.keys), (whole.values, parts.values)):
+            torch.testing.assert_close(other[:, row, :length], one[:, row, :length], rtol=1e-4, atol=1e-4)
