@@ -133,5 +133,7 @@ def driven(model: PreTrainedModel, layer_ids: Sequence[int], cache: RaggedCache 
     with ExitStack() as stack:
         if cache is not None:
             stack.enter_context(ragged(model))
+        # A forward that was compiled before does not run hooks that are set now (measured: the taps stay empty).
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         taps = stack.enter_context(tapped(model, layer_ids))
         yield OwnCacheTarget(model, taps) if cache is None else RaggedTarget(model, cache, taps)

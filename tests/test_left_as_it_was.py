@@ -173,6 +173,20 @@ def test_a_model_that_passes_its_attention_by_is_refused_in_batches_and_left_alo
         dspark_fast.generate(model, None, IDS, **SETTINGS)
 
 
+@pytest.mark.parametrize("where", ["model", "decoder", "layers", "wrapped"])
+def test_a_compiled_target_runs_uncompiled(where, make_target, make_draft):
+    """Hooks that are set after the trace do not run in it: the taps would stay empty."""
+    model = make_target(fresh=True, num_hidden_layers=4)
+    draft, truth = make_draft(model), model.generate(IDS, **SETTINGS)
+    parts = {"model": [model], "decoder": [model.model], "layers": model.model.layers, "wrapped": []}[where]
+    for part in parts:
+        part.compile(backend="eager")
+    compiled = torch.compile(model, backend="eager") if where == "wrapped" else model
+    compiled(IDS)  # traced, without hooks
+    assert torch.equal(dspark_fast.generate(compiled, draft, IDS, **SETTINGS), truth)
+    assert torch.equal(compiled.generate(IDS, custom_generate=dspark_fast.decoding(draft), **SETTINGS), truth)
+
+
 class InTheMiddle:
     """A streamer that, at the third token, lets something else happen."""
 
