@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +32,13 @@ class Pass:
     attended: set[int] = field(default_factory=set)
 
 
-_active: ContextVar[Pass | None] = ContextVar("dspark_fast_pass", default=None)
+class _Here(threading.local):
+    """The pass that this thread is in. No ContextVar: a compiler cannot trace one."""
+
+    running: Pass | None = None
+
+
+_here = _Here()
 _switch = threading.RLock()
 
 # What a model may pass besides q, k and v without changing the scores; anything else is refused by name.
@@ -69,7 +74,7 @@ def ragged_attention(
         RuntimeError: outside :func:`attending`; or for a layer that should have a window and passes none.
         NotImplementedError: for a keyword that would change the scores and that block attention does not have.
     """
-    running = _active.get()
+    running = _here.running
     if running is None:
         raise RuntimeError(
             f"the attention {NAME!r} works only inside dspark_fast.generate: is something else using the model?"
@@ -136,11 +141,11 @@ def check_attended(model: PreTrainedModel, running: Pass) -> None:
 def attending(cache: RaggedCache) -> Iterator[Pass]:
     """One forward pass that our attention works in, on ``cache``; a streamer or another thread is in none."""
     running = Pass(cache)
-    token = _active.set(running)
+    before, _here.running = _here.running, running
     try:
         yield running
     finally:
-        _active.reset(token)
+        _here.running = before
 
 
 @contextmanager

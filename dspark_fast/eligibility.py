@@ -36,8 +36,8 @@ _READS_TOKENS = {
     "mamba",
     "zamba",
 }
-# Take our attention, but count positions from the cache, where ours has no single length; or make a mask of their own.
-_OWN_BY_NAME = {"biogpt", "ctrl", "doge", "opt"}
+# Take our attention, but count positions from the cache, where ours has no single length.
+_OWN_BY_NAME = {"biogpt", "ctrl", "opt"}
 
 
 def choose_target(

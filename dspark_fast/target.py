@@ -67,12 +67,14 @@ class RaggedTarget:
             Logits ``[B, 1, V]`` at each row's last token.
         """
         cache, offsets, ends = self.cache, self.cache.lengths.tolist(), counts.tolist()
+        last = (cache.lengths + counts - 1)[:, None]
         logits = None
         for start in range(0, max(ends), PREFILL_CHUNK):
             ids = tokens[:, start : min(start + PREFILL_CHUNK, max(ends))]
             width = ids.shape[1]
             reading = max(offset + min(start, count) + width for offset, count in zip(offsets, ends) if count > start)
-            positions = cache.begin(width, min(reading, cache.capacity))
+            # Padding stands no further than its row: some RoPE changes with the largest position of a pass, for all rows.
+            positions = torch.minimum(cache.begin(width, min(reading, cache.capacity)), last)
             # The LM head runs only at the columns where some row ends: at most B of them.
             ending = [row for row, count in enumerate(ends) if start < count <= start + width]
             columns = sorted({ends[row] - 1 - start for row in ending}) or [0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from types import SimpleNamespace
@@ -101,6 +102,92 @@ def make_draft():
         return DSparkDraft(config).tie_to(model).eval()
 
     return make
+
+
+@pytest.fixture(scope="session")
+def processors_of():
+    """``processors_of(model, ids, **settings)``: the logits processors that transformers makes of these settings."""
+
+    def work(model, ids, **settings):
+        kept = []
+
+        def keep(model, input_ids, logits_processor=None, **kwargs):
+            kept.append(logits_processor)
+            return input_ids
+
+        model.generate(ids, custom_generate=keep, **settings)
+        return kept[0]
+
+    return work
+
+
+@pytest.fixture(scope="session")
+def law():
+    """``law(model, ids, processors, depth)``: probability of every continuation of ``depth`` tokens, by enumeration."""
+
+    def work(model, ids, processors, depth):
+        vocabulary = model.config.vocab_size
+        probabilities = {(): 1.0}
+        for _ in range(depth):
+            rows = torch.cat(
+                [ids.expand(len(probabilities), -1), torch.tensor(list(probabilities), dtype=torch.long)], 1
+            )
+            with torch.no_grad():
+                p = processors(rows, model(rows).logits[:, -1]).double().softmax(-1)
+            probabilities = {
+                (*prefix, token): mass * float(p[row, token])
+                for row, (prefix, mass) in enumerate(probabilities.items())
+                for token in range(vocabulary)
+            }
+        return probabilities
+
+    return work
+
+
+@pytest.fixture(scope="session")
+def g_test():
+    """``g_test(counts, probabilities, total)``: p-value of the counts; cells that expect less than 5 are pooled."""
+    from scipy.stats import chi2
+
+    def work(counts, probabilities, total):
+        statistic, cells, pooled_seen, pooled_mass = 0.0, 0, 0, 0.0
+        for outcome, mass in probabilities.items():
+            seen = counts.get(outcome, 0)
+            if mass == 0:
+                assert seen == 0, f"{outcome} cannot occur and did"
+            elif mass * total < 5:
+                pooled_seen, pooled_mass = pooled_seen + seen, pooled_mass + mass
+            else:
+                cells += 1
+                statistic += 2 * seen * math.log(seen / (mass * total)) if seen else 0.0
+        if pooled_mass:
+            cells += 1
+            statistic += 2 * pooled_seen * math.log(pooled_seen / (pooled_mass * total)) if pooled_seen else 0.0
+        return chi2.sf(statistic, cells - 1)
+
+    return work
+
+
+@pytest.fixture(scope="session")
+def tiny(make_target, make_draft):
+    """A target of 5 tokens and a drafter that agrees with it now and then."""
+    model = make_target(
+        vocab_size=5,
+        num_hidden_layers=3,
+        hidden_size=32,
+        intermediate_size=32,
+        num_attention_heads=2,
+        initializer_range=0.3,
+    )
+    draft = make_draft(
+        model, num_hidden_layers=1, block_size=3, markov_rank=4, target_layer_ids=[0, 1], initializer_range=0.3
+    )
+    with torch.no_grad():  # trust the slots behind tokens 0, 3 and 4 alone: the cut then hangs on what was drafted
+        known = torch.cat([draft.markov_head.markov_w1.weight, torch.ones(5, 1)], 1)
+        trust = torch.linalg.solve(known, torch.tensor([3.0, -3.0, -3.0, 3.0, 3.0]))
+        draft.confidence_head.proj.weight[0] = torch.cat([torch.zeros(32), trust[:4]])
+        draft.confidence_head.proj.bias[0] = trust[4]
+    return model, draft
 
 
 @pytest.fixture(scope="session")
@@ -340,3 +427,49 @@ def cached(make_target, make_draft, tmp_path_factory):
     return SimpleNamespace(
         model=model, responses=responses, train=train, held_out=held_out, settings=settings, trainer=trainer
     )
+
+
+def _recorded(work, space):
+    """A stand-in for a CUDA graph: what ``work`` does to the same memory, as ops without any Python between them."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    state = space.state
+    places = [state.tokens, state.lengths, state.finished, state.report, space.cache.lengths]
+    before = [place.clone() for place in places]
+    trace = make_fx(work)()
+    for place, old in zip(places, before):  # a capture does not run what it records, this did
+        place.copy_(old)
+    assert {node.op for node in trace.graph.nodes} <= {"call_function", "get_attr", "output"}
+    return trace
+
+
+@pytest.fixture
+def opaque(monkeypatch):
+    """Our ops as single nodes, as a compiler or a recorder sees them: what is inside is the kernels' own affair."""
+    from dspark_fast import ops
+
+    monkeypatch.setattr(
+        ops, "call", lambda name, backend, *t, **o: getattr(torch.ops.dspark_fast, name)(*t, **o, backend=backend)
+    )
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch, opaque):
+    """Graphs are recorded and replayed on the CPU; the fixture is a list of the recordings."""
+    from dspark_fast import graphs
+
+    recordings = []
+
+    def record(work, space):
+        recordings.append(work)
+        return _recorded(work, space)
+
+    made = graphs.Workspace.__init__
+
+    def init(self, *args, **kwargs):
+        made(self, *args, recorder=lambda work: record(work, self), **kwargs)
+
+    monkeypatch.setattr(graphs.Workspace, "__init__", init)
+    graphs.clear_graphs()
+    yield recordings
+    graphs.clear_graphs()

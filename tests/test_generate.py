@@ -8,7 +8,6 @@ import time
 
 import pytest
 import torch
-from scipy.stats import chi2
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import dspark_fast
@@ -405,18 +404,6 @@ def test_confidence_threshold(make_target, make_draft, line):
 # --- sampling, coupled: equality ---
 
 
-def processors_of(model, ids, **settings):
-    """The logits processors that transformers itself makes of these settings."""
-    kept = []
-
-    def keep(model, input_ids, logits_processor=None, **kwargs):
-        kept.append(logits_processor)
-        return input_ids
-
-    model.generate(ids, custom_generate=keep, **settings)
-    return kept[0]
-
-
 def sampled(model, row, seed, new, processors, *, coupled=True):
     """Plain Gumbel-max sampling of one row without a cache, one token per pass."""
     row = list(row)
@@ -443,7 +430,9 @@ CUTS = {
 
 @pytest.mark.floor
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
-def test_coupled_is_plain_sampling_whatever_the_drafter(cuts, make_target, make_draft, prompts, scripted, unpadded):
+def test_coupled_is_plain_sampling_whatever_the_drafter(
+    cuts, make_target, make_draft, prompts, scripted, unpadded, processors_of
+):
     model, batch, new = make_target(), prompts((5, 1, 7)), 12
     ids, mask = batch.input_ids, batch.attention_mask
     settings = {"attention_mask": mask, "max_new_tokens": new, "do_sample": True, **cuts}
@@ -475,7 +464,7 @@ def test_coupled_stops_at_a_stop_token(line, scripted):
 # --- sampling, rejection ---
 
 
-def test_rejection_without_drafts_is_plain_sampling(make_target, prompts, unpadded):
+def test_rejection_without_drafts_is_plain_sampling(make_target, prompts, unpadded, processors_of):
     model, batch = make_target(), prompts((5, 2))
     settings = {"attention_mask": batch.attention_mask, "max_new_tokens": 10, "do_sample": True, "temperature": 0.9}
     processors = processors_of(model, batch.input_ids, **settings)
@@ -485,62 +474,6 @@ def test_rejection_without_drafts_is_plain_sampling(make_target, prompts, unpadd
     ]
     out = dspark_fast.generate(model, None, batch.input_ids, seed=[4, 5], **settings)
     assert unpadded(out, batch.attention_mask) == rows
-
-
-@pytest.fixture(scope="module")
-def tiny(make_target, make_draft):
-    """A target of 5 tokens and a drafter that agrees with it now and then."""
-    model = make_target(
-        vocab_size=5,
-        num_hidden_layers=3,
-        hidden_size=32,
-        intermediate_size=32,
-        num_attention_heads=2,
-        initializer_range=0.3,
-    )
-    draft = make_draft(
-        model, num_hidden_layers=1, block_size=3, markov_rank=4, target_layer_ids=[0, 1], initializer_range=0.3
-    )
-    with torch.no_grad():  # trust the slots behind tokens 0, 3 and 4 alone: the cut then hangs on what was drafted
-        known = torch.cat([draft.markov_head.markov_w1.weight, torch.ones(5, 1)], 1)
-        trust = torch.linalg.solve(known, torch.tensor([3.0, -3.0, -3.0, 3.0, 3.0]))
-        draft.confidence_head.proj.weight[0] = torch.cat([torch.zeros(32), trust[:4]])
-        draft.confidence_head.proj.bias[0] = trust[4]
-    return model, draft
-
-
-def law(model, ids, processors, depth):
-    """Probability of every continuation of ``depth`` tokens, by enumeration."""
-    vocabulary = model.config.vocab_size
-    probabilities = {(): 1.0}
-    for _ in range(depth):
-        rows = torch.cat([ids.expand(len(probabilities), -1), torch.tensor(list(probabilities), dtype=torch.long)], 1)
-        with torch.no_grad():
-            p = processors(rows, model(rows).logits[:, -1]).double().softmax(-1)
-        probabilities = {
-            (*prefix, token): mass * float(p[row, token])
-            for row, (prefix, mass) in enumerate(probabilities.items())
-            for token in range(vocabulary)
-        }
-    return probabilities
-
-
-def g_test(counts, probabilities, total):
-    """p-value of the observed counts; cells that expect fewer than 5 are pooled."""
-    statistic, cells, pooled_seen, pooled_mass = 0.0, 0, 0, 0.0
-    for outcome, mass in probabilities.items():
-        seen = counts.get(outcome, 0)
-        if mass == 0:
-            assert seen == 0, f"{outcome} cannot occur and did"
-        elif mass * total < 5:
-            pooled_seen, pooled_mass = pooled_seen + seen, pooled_mass + mass
-        else:
-            cells += 1
-            statistic += 2 * seen * math.log(seen / (mass * total)) if seen else 0.0
-    if pooled_mass:
-        cells += 1
-        statistic += 2 * pooled_seen * math.log(pooled_seen / (pooled_mass * total)) if pooled_seen else 0.0
-    return chi2.sf(statistic, cells - 1)
 
 
 # At temperature 1 this target and drafter agree too seldom. Both are sharp enough that the wrong row of the target
@@ -556,7 +489,7 @@ LAWS = {
 
 
 @pytest.mark.parametrize(("options", "settings"), LAWS.values(), ids=LAWS)
-def test_rejection_keeps_the_targets_law(options, settings, tiny):
+def test_rejection_keeps_the_targets_law(options, settings, tiny, processors_of, law, g_test):
     model, draft = tiny
     rows, depth = 4000, 3
     ids = torch.tensor([[1, 3, 2, 4]])
@@ -575,7 +508,7 @@ def test_rejection_keeps_the_targets_law(options, settings, tiny):
     assert g_test(counts, probabilities, rows) > 1e-6
 
 
-def test_the_g_test_sees_a_wrong_law(tiny):
+def test_the_g_test_sees_a_wrong_law(tiny, processors_of, law, g_test):
     model, draft = tiny
     ids = torch.tensor([[1, 3, 2, 4]])
     settings = {"do_sample": True, "max_new_tokens": 3, "top_k": 0}
@@ -587,7 +520,7 @@ def test_the_g_test_sees_a_wrong_law(tiny):
 
 
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
-def test_rejection_never_gives_a_token_that_was_cut(cuts, make_target, make_draft, prompts):
+def test_rejection_never_gives_a_token_that_was_cut(cuts, make_target, make_draft, prompts, processors_of):
     model, batch = make_target(), prompts((5, 3) * 4)
     settings = {"attention_mask": batch.attention_mask, "max_new_tokens": 8, "do_sample": True, **cuts}
     out = dspark_fast.generate(model, make_draft(model), batch.input_ids, seed=1, **settings)
