@@ -34,10 +34,11 @@ class Outputs:
         for row, taken in enumerate(report[:, TAKEN].tolist()):
             if not taken:
                 continue
+            # Copies of what was taken: views would keep all of the round's logits.
             if "logits" in self._kept:
-                self._kept["logits"][row].extend(logits[row, :taken].float())
+                self._kept["logits"][row].extend(logits[row, :taken].to(torch.float32, copy=True))
             if "scores" in self._kept:
-                scores = processed[row, :taken].float()
+                scores = processed[row, :taken].to(torch.float32, copy=True)
                 if cuts is not None:
                     own = {
                         name: value[row] if isinstance(value, torch.Tensor) else value for name, value in cuts.items()

@@ -44,6 +44,7 @@ class Reader:
         self._on_commit = on_commit
         self._waiting: deque[tuple[torch.Tensor, torch.cuda.Event | None, bool | None]] = deque()
         self.lengths: list[int] = state.lengths.tolist()
+        self._written = list(self.lengths)  # with what was cut off, which stays where it is
         self.rows: list[list[int]] = [[] for _ in self.lengths]
         self.finished = [False] * len(self.lengths)
 
@@ -51,6 +52,11 @@ class Reader:
     def unread(self) -> int:
         """Rounds that were queued and not read yet."""
         return len(self._waiting)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row on the device as far as read, what was cut off included."""
+        return max(self._written)
 
     @property
     def done(self) -> bool:
@@ -90,6 +96,7 @@ class Reader:
         live = 0
         for row, line in enumerate(report):
             run = line[RUN : RUN + line[TAKEN]]
+            self._written[row] += len(run)
             if self.finished[row]:
                 rows.append([])
                 continue

@@ -97,9 +97,8 @@ class Round:
 
     def prefill(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
         """Read the prompts and commit each row's first token; arguments as of :meth:`Target.prefill`."""
-        with self.part("prefill"):
-            logits = self.target.prefill(tokens, counts, self.drafter.commit)
-            self._commit(logits, self._nothing, self._nothing.lengths)
+        logits = self.target.prefill(tokens, counts, self.drafter.commit)
+        self._commit(logits, self._nothing, self._nothing.lengths)
 
     def run(self, end: int | None, *, drafting: bool) -> None:
         """One round.

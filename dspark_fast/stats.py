@@ -52,6 +52,7 @@ class Stats:
         new_tokens: committed tokens of each row, the first (which the prefill gives) included.
         rounds: draft-verify-commit rounds.
         plain_steps: steps of one token, made while speculation was switched off because it lost, or to time one.
+        off_switch: whether it could be switched off at all.
         pauses: how often it was switched off.
         graph: whether rounds were replayed as CUDA graphs.
         acceptance_lengths: by row, the committed tokens of each of its rounds, bonus included. A round that ends on an
@@ -72,6 +73,7 @@ class Stats:
     new_tokens: list[int] = field(default_factory=list)
     rounds: int = 0
     plain_steps: int = 0
+    off_switch: bool = False
     pauses: int = 0
     graph: bool = False
     acceptance_lengths: list[list[int]] = field(default_factory=list)

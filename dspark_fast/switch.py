@@ -4,54 +4,66 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Collection
 
-# Plain steps' time that speculation may lose before it is switched off; a gain is kept against later losses, up to
-# _BANK. With a drafter that is never right and a round of 1.5 steps, 256 tokens cost 2 + 3 x 1 steps too many: 2 %.
-_FIRST_ALLOWANCE = 2.0
-_ALLOWANCE = 1.0
-_BANK = 16.0
-# A pause of so many plain steps, then twice as many, and so on; speculation is then tried again.
-_FIRST_PAUSE = 48
-_LONGEST_PAUSE = 1024
-# Plain steps taken to learn what one costs, after the first rounds (which also pay for whatever is done once), and how
-# many rounds later one more is taken: a step grows slower as the context grows.
+# Plain steps' time that speculation may lose before it is switched off, at first and whenever it is tried again; a gain
+# is kept against later losses, up to _BANK. With a drafter that is never right, 256 tokens see the first two of these:
+# 6 steps too many, 2.3 %.
+_FIRST_ALLOWANCE = 4.0
+_ALLOWANCE = 2.0
+_BANK = 12.0
+# A pause of so many plain steps, then three times as many, and so on; speculation is then tried again.
+_FIRST_PAUSE = 64
+_LONGER = 3
+_LONGEST_PAUSE = 512
+# After the first rounds, plain steps are taken to learn what one costs: three, since the first may pay for whatever is
+# done once. One more is taken after 4 rounds, 8, 16 and so on, then every 128: the first few may have been timed badly,
+# and a step grows slower as the context grows.
 _WARM_UP = 2
-_SAMPLES = 2
-_REFRESH = 128
+_SAMPLES = 3
+_REFRESH = 4
+_LONGEST_REFRESH = 128
+# What took more than so many times the median is a hiccup of the machine, not what it costs.
+_HICCUP = 1.5
+_REMEMBERED = 9
 
 
 class Switch:
     """Decides before each round whether to draft in it, from wall-clock time alone.
 
     The ledger is in plain steps: a round that took ``t`` seconds and gave ``n`` tokens per live row is charged
-    ``t / step - n``, with the median of recent plain steps. While the sum stays under an allowance, speculation goes
-    on; over it, decoding is plain for a pause, and tried again with a smaller allowance.
+    ``t / step - n``, with ``step`` from recent plain steps. Speculation goes on while a round without an accepted draft
+    can still be paid out of an allowance; then decoding is plain for a pause, and speculation is tried again with a
+    smaller allowance. Whenever a step has been timed anew, rounds since the one before are charged again by it.
 
     Attributes:
         pauses: how often speculation was switched off.
-        plain_step: seconds of a plain step, None before one was timed.
     """
 
     def __init__(self) -> None:
         self.pauses = 0
-        self._steps: deque[float] = deque(maxlen=5)
-        self._rounds = 0  # drafted, since the last plain step that was timed
+        self._steps: deque[float] = deque(maxlen=_REMEMBERED)
+        self._recent: deque[float] = deque(maxlen=_REMEMBERED)  # the same of rounds
+        self._since: list[tuple[float, float]] = []  # seconds and tokens of rounds since a step was timed
+        self._settled = 0.0  # what was owed before these
         self._owed = 0.0
         self._allowance = _FIRST_ALLOWANCE
         self._pause = _FIRST_PAUSE
+        self._rounds = 0  # since the last plain step
+        self._due = _WARM_UP  # after so many, one is taken
         self._left = 0  # plain steps still to take
-        self._early: list[tuple[float, float]] = []  # rounds from before a step's time was known
 
     @property
     def plain_step(self) -> float | None:
-        return statistics.median(self._steps) if self._steps else None
+        """Seconds of a plain step, None before one was timed."""
+        return _usual(self._steps) if self._steps else None
 
     def drafts(self) -> bool:
         """Whether the next round drafts."""
         return self._left == 0
 
     def note(self, drafting: bool, seconds: float, tokens: float) -> None:
-        """Learn of a round that has been made.
+        """Learn of a round that has been made; it may be some rounds ago.
 
         Args:
             drafting: whether it drafted.
@@ -62,27 +74,41 @@ class Switch:
             self._steps.append(seconds)
             self._left = max(self._left - 1, 0)
             if self._left == 0:
-                self._rounds = 0
                 self._settle()
             return
         self._rounds += 1
-        if self.plain_step is None:
-            if self._rounds > 1:  # the first pays for whatever is done once
-                self._early.append((seconds, tokens))
-        else:
+        self._recent.append(seconds)
+        self._since.append((seconds, tokens))
+        if self._left:  # it was under way when speculation was switched off
+            return
+        if self._steps:
             self._charge(seconds, tokens)
-        if self._left == 0 and self._rounds >= (_REFRESH if self._steps else _WARM_UP):
-            self._left = 1 if self._steps else _SAMPLES
+        if self._left == 0 and self._rounds >= self._due:
+            self._left, self._due = (1, min(2 * self._due, _LONGEST_REFRESH)) if self._steps else (_SAMPLES, _REFRESH)
 
     def _settle(self) -> None:
-        for seconds, tokens in self._early:
+        self._rounds = 0
+        self._owed = self._settled
+        rounds, self._since = self._since, []
+        for seconds, tokens in rounds:
             self._charge(seconds, tokens)
-        self._early.clear()
+            if self._left:
+                return
+        self._settled = self._owed
 
     def _charge(self, seconds: float, tokens: float) -> None:
-        self._owed = max(self._owed + seconds / self.plain_step - tokens, -_BANK)
-        if self._owed > self._allowance:
+        cost = min(seconds, _HICCUP * statistics.median_low(self._recent)) / self.plain_step
+        self._owed = max(self._owed + cost - tokens, -_BANK)
+        if self._owed + max(cost - 1, 0) > self._allowance:
             self.pauses += 1
             self._left = self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            self._owed, self._allowance = 0.0, _ALLOWANCE
+            self._pause = min(_LONGER * self._pause, _LONGEST_PAUSE)
+            self._allowance = _ALLOWANCE
+            self._owed = self._settled = 0.0
+            self._since.clear()
+
+
+def _usual(seconds: Collection[float]) -> float:
+    """The mean of those that are no hiccups."""
+    most = _HICCUP * statistics.median_low(seconds)
+    return statistics.fmean(second for second in seconds if second <= most)
