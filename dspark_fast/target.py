@@ -73,7 +73,7 @@ class RaggedTarget:
             ids = tokens[:, start : min(start + PREFILL_CHUNK, max(ends))]
             width = ids.shape[1]
             reading = max(offset + min(start, count) + width for offset, count in zip(offsets, ends) if count > start)
-            # Padding stands no further than its row: some RoPE changes with the largest position of a pass, in all rows.
+            # Padding stands no further than its row: some RoPE changes with the largest position of a pass, in all.
             positions = torch.minimum(cache.begin(width, min(reading, cache.capacity)), last)
             # The LM head runs only at the columns where some row ends: at most B of them.
             ending = [row for row, count in enumerate(ends) if start < count <= start + width]
