@@ -149,6 +149,7 @@ fi
 bench() {
     SHOWN=12 step "bench $1" $(($2 + 30)) "$python" "bench/bench_$1.py" --budget "$2" --out "$results" "${options[@]+"${options[@]}"}"
 }
+bench rounds 120
 bench markov 80
 bench verify 50
 bench block_attention 50

@@ -111,12 +111,16 @@ class NoDrafter:
     block_size = 0
     target_layer_ids: list[int] = []  # noqa: RUF012
     memory = 0
+    capturable = ("nothing",)
 
     def begin(self, batch: int, capacity: int, device: torch.device) -> None:
         self._none = torch.zeros(batch, 0, dtype=torch.long, device=device)
         self._zero = torch.zeros(batch, dtype=torch.long, device=device)
 
     def grow(self, capacity: int) -> None:
+        pass
+
+    def restart(self) -> None:
         pass
 
     def commit(

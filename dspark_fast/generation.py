@@ -168,6 +168,7 @@ class Decoding:
             on_commit=self._stream,
             path=path,
             graph=self._graphs(model, device, path, processors, bool(wanted)),
+            strict=self._use_graph is True,
             past=past,
             keep=request.return_dict and path == "ragged",
         )

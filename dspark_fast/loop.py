@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from dspark_fast import graphs
 from dspark_fast.cache import RaggedCache
-from dspark_fast.capacity import bucket, check_memory, room
+from dspark_fast.capacity import bucket, room
 from dspark_fast.drafters import Drafter
 from dspark_fast.graphs import Workspace
 from dspark_fast.outputs import Outputs
@@ -39,6 +40,7 @@ class Plan:
         on_commit: called after every commit. An exception in it, or an interrupt, leaves the model as it was.
         path: ``ragged`` or ``own``, as :func:`~dspark_fast.eligibility.choose_target` says.
         graph: replay rounds as CUDA graphs; see :func:`dspark_fast.graphs.obstacle` for when that works.
+        strict: raise if they cannot be captured after all; otherwise they run without.
         past: what is known of the prompts' beginnings; None if nothing is.
         keep: hand back a :class:`~dspark_fast.past.Past`.
     """
@@ -51,6 +53,7 @@ class Plan:
     on_commit: OnCommit = field(default=lambda rows: None)
     path: str = "ragged"
     graph: bool = False
+    strict: bool = False
     past: Past | None = None
     keep: bool = False
 
@@ -91,7 +94,8 @@ def decode(
     stats = Stats(len(prompts), noise.mode, noise.seed.tolist(), drafter.block_size, graph=plan.graph)
     stats.off_switch = plan.switch is not None
     clock = Clock(stats.seconds, prompts.device)
-    with _workspace(model, drafter, prompts, prompt_lengths, plan) as work:
+    # Events, streams and captures are of the current device, which need not be the target's.
+    with torch.cuda.device_of(prompts), _workspace(model, drafter, prompts, prompt_lengths, plan) as work:
         reader = Reader(work.state, stats, lag=int(plan.graph), stopping=plan.stopping, on_commit=plan.on_commit)
         with driven(model, work.drafter.target_layer_ids, work.cache if plan.path == "ragged" else None) as target:
             rounds = Round(target, work.drafter, work.state, work.sampling, plan.outputs, None if plan.graph else clock)
@@ -118,6 +122,7 @@ def decode(
                     for drafted, tokens in heard:
                         plan.switch.note(drafted, now - started, tokens)
                 started = now
+        stats.graph = plan.graph and work.refused is None
         stats.capacity = work.state.capacity
         stats.memory = {"target": target.memory, "drafter": work.drafter.memory}
         stats.pauses = plan.switch.pauses if plan.switch is not None else 0
@@ -181,14 +186,19 @@ def _workspace(
         capacity, sampling = bucket(most), sampling.per_row()
         key = graphs.key_of(model, drafter, sampling, (batch, capacity, len(limits.stop_tokens)))
     work = graphs.take(key) if plan.graph else None
-    if plan.graph and work is None and prompts.is_cuda:
-        check_memory(model, batch, capacity)
+    if plan.graph and work is None:
+        drafter = copy.copy(drafter)  # its tensors stay with the workspace, whatever else it is used for
+        if prompts.is_cuda:
+            graphs.make_room(model, batch, capacity)
     if work is not None:
         work.restart(prompts, prompt_lengths, limits, sampling)
     else:
         drafter.begin(batch, capacity, prompts.device)
         state = DecodingState(prompts, prompt_lengths, limits, block, capacity)
-        work = Workspace(state, RaggedCache.for_model(model, batch, capacity), drafter, sampling, most)
+        cache = RaggedCache.for_model(model, batch, capacity)
+        work = Workspace(state, cache, drafter, sampling, most, strict=plan.strict)
     yield work
-    if plan.graph:  # not after an exception: what is cached then may be NaN
+    if plan.graph and work.refused is None:  # nor after an exception: what is cached then may be NaN
         graphs.give_back(key, work, model)
+    elif plan.graph:
+        graphs.refuse(model, work.refused)

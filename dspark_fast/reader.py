@@ -93,7 +93,7 @@ class Reader:
 
     def _take(self, report: list[list[int]], drafted: bool | None) -> float:
         rows: list[list[int]] = []
-        live = 0
+        live, stopped = 0, False
         for row, line in enumerate(report):
             run = line[RUN : RUN + line[TAKEN]]
             self._written[row] += len(run)
@@ -110,6 +110,7 @@ class Reader:
             if self._stopping is not None:
                 standing = self._stopping.first_stop(row, run)
                 if standing is not None:
+                    stopped = True
                     run, acceptance = run[:standing], standing
                     self.finished[row] = True
             self.lengths[row] += len(run)
@@ -121,7 +122,9 @@ class Reader:
         self._stats.rounds += bool(drafted and live)
         self._stats.plain_steps += bool(drafted is False and live)
         self._on_commit(rows)
-        if self._stopping is not None:
+        if stopped:
             # The device learns of it before the next round; it may have made one more meanwhile.
-            self._state.finished |= torch.tensor(self.finished, device=self._state.finished.device)
+            on_device = self._state.finished
+            known = torch.tensor(self.finished, pin_memory=on_device.is_cuda)
+            on_device |= known.to(on_device.device, non_blocking=True)
         return sum(map(len, rows)) / live if live else 0.0

@@ -92,8 +92,7 @@ class Round:
         self.sampling = sampling
         self.outputs = outputs
         self.part = clock.part if clock is not None else lambda name: nullcontext()
-        none = torch.zeros(len(state.lengths), 0, dtype=torch.long, device=state.lengths.device)
-        self._nothing = Proposal(none, torch.zeros_like(state.lengths))
+        self._nothing = Proposal(*state.no_drafts)
 
     def prefill(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
         """Read the prompts and commit each row's first token; arguments as of :meth:`Target.prefill`."""

@@ -42,6 +42,8 @@ class DecodingState:
         lengths: int64 ``[B]``, committed tokens, the anchor (the last of them) included.
         ends: int64 ``[B]``, the length at which a row has all the tokens that were asked for.
         finished: bool ``[B]``.
+        no_drafts: int64 ``[B, 0]`` and zeros ``[B]``, their lengths, of a round without drafts. They are here because a
+            graph holds what it reads by address alone.
         report: int64 ``[B, 6 + T]`` of the last commit, by column: tokens taken; acceptance length; drafts judged;
             drafts accepted; finished (0 or 1); and the run itself, whose first ``taken`` tokens were committed.
     """
@@ -57,6 +59,7 @@ class DecodingState:
         self.ends = prompt_lengths + limits.new_tokens
         self.stop_tokens = limits.stop_tokens
         self.finished = torch.zeros(batch, dtype=torch.bool, device=prompts.device)
+        self.no_drafts = prompts.new_zeros(batch, 0), prompts.new_zeros(batch)
         self.report = prompts.new_zeros(batch, RUN + block_size + 1)
 
     def restart(self, prompts: torch.Tensor, prompt_lengths: torch.Tensor, limits: Limits) -> None:

@@ -48,10 +48,10 @@ def call(request, make_target, make_draft, prompts):
 
     draft = make_draft(model)
 
-    def decode(*, seed=11, lengths=lengths, ids=ids, **options):
-        noise = Noise(mode, temperature, torch.arange(seed, seed + 4))
+    def decode(*, seed=11, lengths=lengths, ids=ids, drafter=None, **options):
+        noise = Noise(mode, temperature[: len(ids)], torch.arange(seed, seed + len(ids)))
         plan = loop.Plan(Sampling(noise, cuts), Limits(NEW, stops), **options)
-        return loop.decode(model, DSparkDrafter(draft), ids, lengths, plan)
+        return loop.decode(model, drafter or DSparkDrafter(draft), ids, lengths, plan)
 
     decode.model, decode.draft, decode.sampling, decode.limits = model, draft, sampling, Limits(NEW, stops)
     decode.ids, decode.lengths = ids, lengths
@@ -156,6 +156,101 @@ def test_plain_steps_in_a_graph(call, on_a_cpu):
         if plain.stats.mode != "rejection":
             assert flipped.rows == plain.rows
     assert len(on_a_cpu) == 2
+
+
+def _storages(*holders):
+    """Where all tensors lie that these hold, however deep."""
+    found, seen = set(), {}
+
+    def walk(one):
+        if id(one) in seen:
+            return
+        seen[id(one)] = one  # kept, or another may get its id
+        if isinstance(one, torch.Tensor):
+            found.add(one.untyped_storage().data_ptr())
+        elif isinstance(one, torch.nn.Module):
+            walk([*one.parameters(), *one.buffers()])
+        elif isinstance(one, (list, tuple, set, dict)):
+            for part in one.values() if isinstance(one, dict) else one:
+                walk(part)
+        elif type(one).__module__.startswith(("dspark_fast", "transformers")):
+            walk(vars(one))
+
+    walk(list(holders))
+    return found
+
+
+@torch.no_grad()
+@MODES
+def test_a_recording_reads_nothing_that_is_gone(call, on_a_cpu):
+    """A graph keeps nothing alive: every tensor from outside that it reads must be the workspace's or the models'."""
+
+    class Flips:
+        pauses = 0
+        heard = 0
+
+        def drafts(self):
+            return self.heard % 6 < 3
+
+        def note(self, drafting, seconds, tokens):
+            self.heard += 1
+
+    call(graph=True, switch=Flips())
+    (work,) = graphs._kept.values()
+    assert set(work.replays) == {True, False}
+    kept = _storages(work.state, work.cache, work.drafter, work.sampling, call.model, call.draft)
+    for replay in work.replays.values():
+        constants = [getattr(replay, node.target) for node in replay.graph.nodes if node.op == "get_attr"]
+        assert len(constants) > 20
+        gone = [one.shape for one in constants if one.numel() and one.untyped_storage().data_ptr() not in kept]
+        assert not gone
+
+
+@torch.no_grad()
+def test_one_drafter_in_two_workspaces(call, on_a_cpu):
+    """Its tensors stay with each workspace: a second shape, or a call without a graph, takes no room from the first."""
+    drafter = DSparkDrafter(call.draft)
+    one = {"ids": call.ids[:1, :9], "lengths": call.lengths[:1]}
+    alone, together = call(**one).rows, call().rows
+    for _ in range(2):
+        assert call(**one, graph=True, drafter=drafter).rows == alone
+        assert call(graph=True, drafter=drafter).rows == together
+        assert call(drafter=drafter).rows == together
+    assert len(on_a_cpu) == 2
+
+
+def test_inference_mode_has_workspaces_of_its_own(call, on_a_cpu):
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.no_grad):
+        with mode():
+            assert call(graph=True).rows == call().rows
+    assert len(graphs._kept) == 2
+
+
+@torch.no_grad()
+def test_what_cannot_be_recorded_runs_without(call, on_a_cpu, monkeypatch):
+    made = graphs.Workspace.__init__
+
+    def fails(work):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    def init(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        self.recorder = fails
+
+    monkeypatch.setattr(graphs.Workspace, "__init__", init)
+    found = call(graph=True)
+    assert found.rows == call().rows and not found.stats.graph
+    assert not graphs._kept
+    drafter = DSparkDrafter(call.draft)
+    assert graphs._refused[call.model].startswith("operation not permitted")
+    with pytest.raises(
+        RuntimeError, match="cannot be captured: operation not permitted"
+    ):
+        call(graph=True, strict=True)
+    del graphs._refused[call.model]
+    handle = call.model.model.layers[0].register_forward_hook(lambda *_: None)
+    assert "forward hooks" in graphs.obstacle(call.model, drafter, torch.device("cuda"))
+    handle.remove()
 
 
 # --- growing ---
