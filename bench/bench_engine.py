@@ -28,10 +28,10 @@ from rich.table import Table
 
 import dspark_fast
 from dspark_fast import ops
-from dspark_fast.cache import RaggedCache
 from dspark_fast.draft import DSparkDraft
+from dspark_fast.engine.cache import RaggedCache
+from dspark_fast.engine.target import RaggedTarget, driven
 from dspark_fast.pairs import best_dtype
-from dspark_fast.target import RaggedTarget, driven
 
 PROMPTS = [
     "A train travels 60 km in 45 minutes. What is its average speed in km/h?",

@@ -29,7 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import dspark_fast
 from dspark_fast import pairs
-from dspark_fast.capacity import bucket
+from dspark_fast.engine.capacity import bucket
 from dspark_fast.targets import TargetError
 
 GRAPH, NO_GRAPH, PLAIN = "graph", "no graph", "ours, plain"

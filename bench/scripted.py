@@ -17,9 +17,9 @@ from transformers import DynamicCache, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from dspark_fast import DSparkConfig, DSparkDraft
 from dspark_fast.drafters import DSparkDrafter, Noise, Proposal
+from dspark_fast.engine.taps import tapped
 from dspark_fast.reference import draft_block
 from dspark_fast.reference.philox import philox
-from dspark_fast.taps import tapped
 
 QWEN3_4B = {
     "vocab_size": 151_936,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dspark_fast.config import DSparkConfig
     from dspark_fast.draft import DSparkDraft
+    from dspark_fast.engine.graphs import clear_graphs
     from dspark_fast.generation import decoding, generate
-    from dspark_fast.graphs import clear_graphs
     from dspark_fast.pairs import load
     from dspark_fast.stats import Stats
 
@@ -24,7 +24,7 @@ _HOMES = {
     "DSparkConfig": "dspark_fast.config",
     "DSparkDraft": "dspark_fast.draft",
     "Stats": "dspark_fast.stats",
-    "clear_graphs": "dspark_fast.graphs",
+    "clear_graphs": "dspark_fast.engine.graphs",
     "decoding": "dspark_fast.generation",
     "generate": "dspark_fast.generation",
     "load": "dspark_fast.pairs",

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from dspark_fast import ops
-from dspark_fast.cache import widened
 from dspark_fast.draft import DSparkDraft
+from dspark_fast.engine.cache import widened
 
 
 @dataclass(frozen=True)

@@ -12,22 +12,22 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dspark_fast.draft import DSparkDraft
 from dspark_fast.drafters import Drafter, DSparkDrafter, NoDrafter, Noise
-from dspark_fast.eligibility import choose_target
-from dspark_fast.graphs import obstacle
-from dspark_fast.loop import Plan, decode
-from dspark_fast.outputs import Outputs
-from dspark_fast.packing import pack
+from dspark_fast.engine.eligibility import choose_target
+from dspark_fast.engine.graphs import obstacle
+from dspark_fast.engine.loop import Plan, decode
+from dspark_fast.engine.outputs import Outputs
+from dspark_fast.engine.packing import pack
+from dspark_fast.engine.past import Past, foreign
+from dspark_fast.engine.processors import Processors
+from dspark_fast.engine.requests import Request, read_request
+from dspark_fast.engine.round import Cuts, Sampling
+from dspark_fast.engine.state import Limits
+from dspark_fast.engine.stopping import Stopping, stop_string_criterion
+from dspark_fast.engine.switch import Switch
+from dspark_fast.engine.target import PREFILL_CHUNK
 from dspark_fast.pairing import check_pair
-from dspark_fast.past import Past, foreign
-from dspark_fast.processors import Processors
 from dspark_fast.reference import expand_seeds
-from dspark_fast.requests import Request, read_request
-from dspark_fast.round import Cuts, Sampling
-from dspark_fast.state import Limits
 from dspark_fast.stats import Stats
-from dspark_fast.stopping import Stopping, stop_string_criterion
-from dspark_fast.switch import Switch
-from dspark_fast.target import PREFILL_CHUNK
 
 OFF_SWITCH = True  #: what ``off_switch=None`` means, but in rejection mode with an explicit seed
 

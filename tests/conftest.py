@@ -363,7 +363,7 @@ def batch_of():
     """
     import torch.nn.functional as F
 
-    from dspark_fast.taps import tapped
+    from dspark_fast.engine.taps import tapped
 
     @torch.no_grad()
     def make(model, draft, lengths=(23, 17), starts=(6, 4)):
@@ -456,7 +456,7 @@ def opaque(monkeypatch):
 @pytest.fixture
 def on_a_cpu(monkeypatch, opaque):
     """Graphs are recorded and replayed on the CPU; the fixture is a list of the recordings."""
-    from dspark_fast import graphs
+    from dspark_fast.engine import graphs
 
     recordings = []
 

@@ -339,7 +339,7 @@ def test_chat_remembers_until_it_is_reset(pair, heard):
 
 
 def test_a_chat_does_not_read_its_history_again(pair, monkeypatch):
-    from dspark_fast.target import RaggedTarget
+    from dspark_fast.engine.target import RaggedTarget
 
     prefill, lengths = RaggedTarget.prefill, []
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import dspark_fast
-from dspark_fast import attention, generation
-from dspark_fast.attention import NAME, attending, check_attended, ragged, takes_our_attention
-from dspark_fast.cache import RaggedCache
-from dspark_fast.eligibility import choose_target
+from dspark_fast import generation
+from dspark_fast.engine import attention
+from dspark_fast.engine.attention import NAME, attending, check_attended, ragged, takes_our_attention
+from dspark_fast.engine.cache import RaggedCache
+from dspark_fast.engine.eligibility import choose_target
 
 pytestmark = pytest.mark.floor
 

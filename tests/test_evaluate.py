@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dspark_fast import generate
+from dspark_fast.engine.taps import tapped
 from dspark_fast.reference import draft_block
-from dspark_fast.taps import tapped
 from dspark_fast.training import evaluate
 from dspark_fast.training.evaluate import (
     Acceptance,

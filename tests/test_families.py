@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dspark_fast
-from dspark_fast import attention
+from dspark_fast.engine import attention
 
 pytestmark = pytest.mark.floor
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dspark_fast
-from dspark_fast import graphs
+from dspark_fast.engine import graphs
 
 pytestmark = [
     pytest.mark.gpu,

@@ -37,7 +37,7 @@ def test_the_drafters_context_is_the_same_in_chunks(make_target, make_draft, pro
     batch, draft = prompts((700, 300)), make_draft(model)
     settings = {**SETTINGS, "attention_mask": batch.attention_mask, "return_dict_in_generate": True}
     whole = dspark_fast.generate(model, draft, batch.input_ids, **settings).past_key_values.context
-    monkeypatch.setattr("dspark_fast.target.PREFILL_CHUNK", 256)
+    monkeypatch.setattr("dspark_fast.engine.target.PREFILL_CHUNK", 256)
     parts = dspark_fast.generate(model, draft, batch.input_ids, **settings).past_key_values.context
     for row, length in enumerate((700, 300)):
         for one, other in ((whole.keys, parts.keys), (whole.values, parts.values)):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dspark_fast import masked_attention as module
-from dspark_fast.cache import RaggedCache
-from dspark_fast.masked_attention import masked_attention
+from dspark_fast.engine import masked_attention as module
+from dspark_fast.engine.cache import RaggedCache
+from dspark_fast.engine.masked_attention import masked_attention
 from dspark_fast.reference import block_attention
 
 SCALE = 0.3

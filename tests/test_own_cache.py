@@ -7,9 +7,9 @@ import torch
 import transformers
 from transformers import cache_utils
 
-from dspark_fast.eligibility import choose_target
-from dspark_fast.own_cache import OwnCacheTarget
-from dspark_fast.taps import tapped
+from dspark_fast.engine.eligibility import choose_target
+from dspark_fast.engine.own_cache import OwnCacheTarget
+from dspark_fast.engine.taps import tapped
 
 pytestmark = pytest.mark.floor
 

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import dspark_fast
-from dspark_fast.past import Past
+from dspark_fast.engine.past import Past
 
 SETTINGS = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
 
@@ -15,7 +15,7 @@ SETTINGS = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate":
 @pytest.fixture
 def reads(monkeypatch):
     """How many tokens per row each prefill read."""
-    from dspark_fast.target import RaggedTarget
+    from dspark_fast.engine.target import RaggedTarget
 
     seen, prefill = [], RaggedTarget.prefill
 

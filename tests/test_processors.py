@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as theirs
 
-from dspark_fast.processors import STATELESS, Processors, RepetitionPenalty, check_processors, split
+from dspark_fast.engine.processors import STATELESS, Processors, RepetitionPenalty, check_processors, split
 
 VOCABULARY = 31
 WIDTH = 7  # of the prompt

@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria, EosTok
 
 import dspark_fast
 from dspark_fast import DSparkConfig, DSparkDraft
-from dspark_fast.requests import read_request
+from dspark_fast.engine.requests import read_request
 
 IDS = torch.tensor([[5, 17, 40, 3], [9, 8, 7, 6]])
 ONES = torch.ones_like(IDS)
@@ -210,7 +210,9 @@ def test_cuts_go_to_the_processors_if_one_follows_them(settings, name, requested
 
 
 @pytest.mark.parametrize(
-    "warper", [TemperatureLogitsWarper(0.5), TopKLogitsWarper(3), TopPLogitsWarper(0.5), MinPLogitsWarper(0.5)], ids=str
+    "warper",
+    [TemperatureLogitsWarper(0.5), TopKLogitsWarper(3), TopPLogitsWarper(0.5), MinPLogitsWarper(0.5)],
+    ids=lambda warper: type(warper).__name__,
 )
 def test_warper_made_by_hand_runs_before_those_of_the_settings(warper, requested):
     request = requested(**CUTS, logits_processor=[warper])

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dspark_fast import capacity, graphs, loop
-from dspark_fast.cache import RaggedCache
 from dspark_fast.drafters import DSparkDrafter, Noise
-from dspark_fast.packing import pack
-from dspark_fast.reader import Reader
-from dspark_fast.round import Cuts, Round, Sampling
-from dspark_fast.state import DecodingState, Limits
+from dspark_fast.engine import capacity, graphs, loop
+from dspark_fast.engine.cache import RaggedCache
+from dspark_fast.engine.packing import pack
+from dspark_fast.engine.reader import Reader
+from dspark_fast.engine.round import Cuts, Round, Sampling
+from dspark_fast.engine.state import DecodingState, Limits
+from dspark_fast.engine.target import driven
 from dspark_fast.stats import Stats
-from dspark_fast.target import driven
 
 NEW = 24
 # What an op of PyTorch must not do inside a round: hand a value to the host, or make a shape of one.
@@ -243,9 +243,7 @@ def test_what_cannot_be_recorded_runs_without(call, on_a_cpu, monkeypatch):
     assert not graphs._kept
     drafter = DSparkDrafter(call.draft)
     assert graphs._refused[call.model].startswith("operation not permitted")
-    with pytest.raises(
-        RuntimeError, match="cannot be captured: operation not permitted"
-    ):
+    with pytest.raises(RuntimeError, match="cannot be captured: operation not permitted"):
         call(graph=True, strict=True)
     del graphs._refused[call.model]
     handle = call.model.model.layers[0].register_forward_hook(lambda *_: None)
@@ -291,7 +289,7 @@ def test_memory_is_counted(call):
 @pytest.mark.parametrize("chunk", [1, 3, 4, 9])
 def test_prompts_in_chunks(call, chunk, monkeypatch):
     whole = call()
-    monkeypatch.setattr("dspark_fast.target.PREFILL_CHUNK", chunk)
+    monkeypatch.setattr("dspark_fast.engine.target.PREFILL_CHUNK", chunk)
     assert call().rows == whole.rows
 
 

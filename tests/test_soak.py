@@ -18,8 +18,9 @@ import torch
 from transformers import StoppingCriteria
 
 import dspark_fast
-from dspark_fast import generation, graphs
-from dspark_fast.cache import RaggedCache
+from dspark_fast import generation
+from dspark_fast.engine import graphs
+from dspark_fast.engine.cache import RaggedCache
 
 WARM_UP = 40
 # Growth that is none: what the allocator keeps, and the interpreter. Of 150 calls a K/V cache of each would be more.

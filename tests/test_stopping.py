@@ -9,7 +9,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.stopping_criteria import ConfidenceCriteria, MaxTimeCriteria
 
-from dspark_fast.stopping import Stopping, check_criteria, stop_string_criterion
+from dspark_fast.engine.stopping import Stopping, check_criteria, stop_string_criterion
 
 PIECES = ("<pad>", "<unk>", *"abcdefghijklmnopqrstuvwxyz .", "st", "op", "opera", "las", "topper", "to", "pped", "the")
 

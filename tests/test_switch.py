@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import dspark_fast
-from dspark_fast import generation, loop
-from dspark_fast.switch import Switch
-from dspark_fast.target import RaggedTarget
+from dspark_fast import generation
+from dspark_fast.engine import loop
+from dspark_fast.engine.switch import Switch
+from dspark_fast.engine.target import RaggedTarget
 
 BLOCK = 5
 

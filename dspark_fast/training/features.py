@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from dspark_fast.taps import tapped
+from dspark_fast.engine.taps import tapped
 from dspark_fast.training.hidden_cache import CacheWriter, HiddenCache, Sample
 from dspark_fast.training.responses import Response
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dspark_fast.draft import DSparkDraft
-from dspark_fast.taps import decoder_layers
+from dspark_fast.engine.taps import decoder_layers
 
 
 @torch.no_grad()

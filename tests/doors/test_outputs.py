@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import dspark_fast
-from dspark_fast import loop, stats
-from dspark_fast.outputs import Outputs
-from dspark_fast.state import RUN, TAKEN
-from dspark_fast.target import RaggedTarget
+from dspark_fast import stats
+from dspark_fast.engine import loop
+from dspark_fast.engine.outputs import Outputs
+from dspark_fast.engine.state import RUN, TAKEN
+from dspark_fast.engine.target import RaggedTarget
 
 NEW = 20
 DOORS = ["ours", "transformers"]

@@ -14,12 +14,12 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
-from dspark_fast import loop
 from dspark_fast.drafters import DSparkDrafter, Noise
-from dspark_fast.packing import pack
-from dspark_fast.round import Sampling
-from dspark_fast.state import Limits
-from dspark_fast.stopping import Stopping, stop_string_criterion
+from dspark_fast.engine import loop
+from dspark_fast.engine.packing import pack
+from dspark_fast.engine.round import Sampling
+from dspark_fast.engine.state import Limits
+from dspark_fast.engine.stopping import Stopping, stop_string_criterion
 
 NEW = 20
 LENGTHS = (9, 6, 1, 8)

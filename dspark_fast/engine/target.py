@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from dspark_fast.attention import attending, check_attended, ragged
-from dspark_fast.cache import RaggedCache
-from dspark_fast.own_cache import OnFeatures, OwnCacheTarget
-from dspark_fast.taps import Taps, tapped
+from dspark_fast.engine.attention import attending, check_attended, ragged
+from dspark_fast.engine.cache import RaggedCache
+from dspark_fast.engine.own_cache import OnFeatures, OwnCacheTarget
+from dspark_fast.engine.taps import Taps, tapped
 
 #: Tokens per row and pass while a prompt is read: long prompts come in chunks, so that neither the scores of a pass nor
 #: its hidden states grow with the square of the prompt, or with all of it.
@@ -92,7 +92,7 @@ class RaggedTarget:
 
         Args:
             ids: int64 ``[B, T]``.
-            end: as for :meth:`~dspark_fast.cache.RaggedCache.begin`.
+            end: as for :meth:`~dspark_fast.engine.cache.RaggedCache.begin`.
 
         Returns:
             Logits ``[B, T, V]``, features ``[B, T, m*H]`` (None without taps).
@@ -127,7 +127,7 @@ def driven(model: PreTrainedModel, layer_ids: Sequence[int], cache: RaggedCache 
     """Drive ``model`` with ``cache`` and taps for the time of a ``with`` block; it is as before afterwards.
 
     Without a cache of ours, the model keeps its own cache and attention
-    (:func:`~dspark_fast.eligibility.choose_target` says which).
+    (:func:`~dspark_fast.engine.eligibility.choose_target` says which).
 
     Raises:
         ValueError: if the model does not take its attention from transformers' interface, but should take ours.

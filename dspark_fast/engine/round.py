@@ -9,11 +9,11 @@ import torch
 
 from dspark_fast import ops
 from dspark_fast.drafters import Drafter, Noise, Proposal
-from dspark_fast.outputs import Outputs
-from dspark_fast.processors import Processors
-from dspark_fast.state import DecodingState
+from dspark_fast.engine.outputs import Outputs
+from dspark_fast.engine.processors import Processors
+from dspark_fast.engine.state import DecodingState
+from dspark_fast.engine.target import Target
 from dspark_fast.stats import Clock
-from dspark_fast.target import Target
 
 
 @dataclass(frozen=True)

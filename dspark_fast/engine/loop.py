@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from dspark_fast import graphs
-from dspark_fast.cache import RaggedCache
-from dspark_fast.capacity import bucket, room
 from dspark_fast.drafters import Drafter
-from dspark_fast.graphs import Workspace
-from dspark_fast.outputs import Outputs
-from dspark_fast.past import Past
-from dspark_fast.reader import OnCommit, Reader
-from dspark_fast.round import Round, Sampling
-from dspark_fast.state import DecodingState, Limits
+from dspark_fast.engine import graphs
+from dspark_fast.engine.cache import RaggedCache
+from dspark_fast.engine.capacity import bucket, room
+from dspark_fast.engine.graphs import Workspace
+from dspark_fast.engine.outputs import Outputs
+from dspark_fast.engine.past import Past
+from dspark_fast.engine.reader import OnCommit, Reader
+from dspark_fast.engine.round import Round, Sampling
+from dspark_fast.engine.state import DecodingState, Limits
+from dspark_fast.engine.stopping import Stopping
+from dspark_fast.engine.switch import Switch
+from dspark_fast.engine.target import Target, driven
 from dspark_fast.stats import Clock, Stats
-from dspark_fast.stopping import Stopping
-from dspark_fast.switch import Switch
-from dspark_fast.target import Target, driven
 
 
 @dataclass
@@ -38,11 +38,11 @@ class Plan:
         outputs: collects scores and the like; None if none are wanted.
         switch: turns speculation off while it loses; None never does.
         on_commit: called after every commit. An exception in it, or an interrupt, leaves the model as it was.
-        path: ``ragged`` or ``own``, as :func:`~dspark_fast.eligibility.choose_target` says.
-        graph: replay rounds as CUDA graphs; see :func:`dspark_fast.graphs.obstacle` for when that works.
+        path: ``ragged`` or ``own``, as :func:`~dspark_fast.engine.eligibility.choose_target` says.
+        graph: replay rounds as CUDA graphs; see :func:`dspark_fast.engine.graphs.obstacle` for when that works.
         strict: raise if they cannot be captured after all; otherwise they run without.
         past: what is known of the prompts' beginnings; None if nothing is.
-        keep: hand back a :class:`~dspark_fast.past.Past`.
+        keep: hand back a :class:`~dspark_fast.engine.past.Past`.
     """
 
     sampling: Sampling

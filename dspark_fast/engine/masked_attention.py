@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dspark_fast.cache import RaggedCache
+from dspark_fast.engine.cache import RaggedCache
 from dspark_fast.reference.block_attention import visible_keys
 
 # Scores that are held at once where they are computed one by one: 256 MiB in fp32.

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from dspark_fast.taps import Taps
+from dspark_fast.engine.taps import Taps
 
 # Tokens that may wait to be read again together with the next block; more are read at once, on their own.
 _MOST_WAITING = 16
@@ -27,7 +27,7 @@ class OwnCacheTarget:
     them again costs no pass of its own.
 
     Args:
-        model: one that :func:`~dspark_fast.eligibility.choose_target` sends here.
+        model: one that :func:`~dspark_fast.engine.eligibility.choose_target` sends here.
         taps: on its layers.
         cache: to fill, empty; without one the model makes its own.
 

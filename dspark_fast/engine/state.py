@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dspark_fast.cache import widened
+from dspark_fast.engine.cache import widened
 
 # Columns of DecodingState.report before the run itself.
 TAKEN, ACCEPTANCE, PROPOSED, ACCEPTED, FINISHED, RUN = range(6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dspark_fast import ops
-from dspark_fast.state import RUN, TAKEN
+from dspark_fast.engine.state import RUN, TAKEN
 
 NAMES = ("scores", "logits", "log_probs")
 
@@ -28,7 +28,7 @@ class Outputs:
         Args:
             logits: ``[B, N, V]`` of the target.
             processed: the same after the processors.
-            report: of the round, :attr:`~dspark_fast.state.DecodingState.report`.
+            report: of the round, :attr:`~dspark_fast.engine.state.DecodingState.report`.
             cuts: what :func:`dspark_fast.ops.cut_logits` takes besides the logits; None for greedy decoding.
         """
         for row, taken in enumerate(report[:, TAKEN].tolist()):

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from dspark_fast import ops
-from dspark_fast.cache import RaggedCache
-from dspark_fast.masked_attention import masked_attention
+from dspark_fast.engine.cache import RaggedCache
+from dspark_fast.engine.masked_attention import masked_attention
 
 NAME = "dspark_block"
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
-from dspark_fast.past import Past
-from dspark_fast.processors import check_processors, split
-from dspark_fast.stopping import check_criteria
+from dspark_fast.engine.past import Past
+from dspark_fast.engine.processors import check_processors, split
+from dspark_fast.engine.stopping import check_criteria
 
 # What the device does, from the generation config: the class, and where it and the config keep the value. One of these
 # that somebody made by hand with another value is refused.
@@ -46,7 +46,7 @@ class Request:
 
     Attributes:
         top_k, top_p, min_p: for the verification op; neutral where ``takes_cuts``.
-        processors: logits processors to run before it, as :attr:`~dspark_fast.processors.Split.before`.
+        processors: logits processors to run before it, as :attr:`~dspark_fast.engine.processors.Split.before`.
         takes_cuts: whether temperature and cuts are among ``processors``.
         criteria: stopping criteria besides length and stop tokens.
         output_scores, output_logits: false without ``return_dict``, as in transformers.

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
-from dspark_fast.attention import takes_our_attention
+from dspark_fast.engine.attention import takes_our_attention
 
 Path = Literal["ragged", "own"]
 
@@ -61,7 +61,7 @@ def choose_target(
 
     Returns:
         ``"ragged"``: our cache and our attention, any number of rows. ``"own"``: the model's own, one row
-        (:class:`~dspark_fast.own_cache.OwnCacheTarget`).
+        (:class:`~dspark_fast.engine.own_cache.OwnCacheTarget`).
 
     Raises:
         ValueError: if it cannot be driven, naming the model and the reason.

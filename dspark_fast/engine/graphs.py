@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from dspark_fast.backend import choose
-from dspark_fast.cache import RaggedCache
-from dspark_fast.capacity import check_memory
 from dspark_fast.drafters import Drafter
-from dspark_fast.round import Round, Sampling
-from dspark_fast.state import DecodingState, Limits
+from dspark_fast.engine.cache import RaggedCache
+from dspark_fast.engine.capacity import check_memory
+from dspark_fast.engine.round import Round, Sampling
+from dspark_fast.engine.state import DecodingState, Limits
 
 #: Workspaces that are kept, least recently used dropped first. Each holds the K/V of its batch and capacity.
 MOST_KEPT = 4
@@ -181,7 +181,7 @@ def make_room(model: nn.Module, batch: int, capacity: int) -> None:
     """Check that caches of this size fit the GPU, without what is kept of other calls if need be.
 
     Raises:
-        ValueError: see :func:`~dspark_fast.capacity.check_memory`.
+        ValueError: see :func:`~dspark_fast.engine.capacity.check_memory`.
     """
     try:
         check_memory(model, batch, capacity)

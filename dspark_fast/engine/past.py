@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from dspark_fast.cache import RaggedCache
 from dspark_fast.drafters import Context
+from dspark_fast.engine.cache import RaggedCache
 
 
 class Past(Cache):

@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 import torch
 
-from dspark_fast.state import ACCEPTANCE, ACCEPTED, FINISHED, PROPOSED, RUN, TAKEN, DecodingState
+from dspark_fast.engine.state import ACCEPTANCE, ACCEPTED, FINISHED, PROPOSED, RUN, TAKEN, DecodingState
+from dspark_fast.engine.stopping import Stopping
 from dspark_fast.stats import Stats
-from dspark_fast.stopping import Stopping
 
 # on_commit(rows): the tokens that each row has just committed; an empty list for a row that is finished
 OnCommit = Callable[[list[list[int]]], None]
 
 
 class Reader:
-    """Follows a :class:`~dspark_fast.state.DecodingState` from the host.
+    """Follows a :class:`~dspark_fast.engine.state.DecodingState` from the host.
 
     A report is copied when its round is queued and read ``lag`` rounds later, so that on a GPU the next round runs
     meanwhile. What stop strings and other criteria cut off is trimmed here: the device may have gone on.
