@@ -239,14 +239,13 @@ def main() -> None:
     for part in arguments.only:
         found = getattr(bench, part)()
         found["machine"], found["dtype"] = describe(), str(bench.dtype)
-        result[part] = found
+        result["model"], result[part] = arguments.model, found
+        file.write_text(json.dumps(result, indent=2) + "\n")
         rows = found.get("rows") or [{key: value for key, value in found.items() if key not in ("machine", "dtype")}]
         console.print(table(f"{part} ({arguments.model}, {bench.dtype})", rows))
         for key in ("mean_speedup", "outside"):
             if key in found:
                 print(f"{key.replace('_', ' ')}: {found[key]:.3f}")
-    result["model"] = arguments.model
-    file.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
