@@ -45,6 +45,8 @@ PROMPTS = [
     "List the planets of the solar system from the sun outwards.",
     "Rewrite more politely: Send me the report now, you are late.",
 ]
+# Its answer goes on for more than 256 tokens: behind an end the target repeats itself, which is easy to draft.
+LONG = "Write a long story about a lighthouse keeper and his dog."
 PARTS = ("passes", "prompts", "batch", "worst", "profile")
 
 
@@ -121,7 +123,7 @@ class Bench:
         ours = {"off_switch": True}
         exact, fast = random, DSparkDraft(self.draft.config).tie_to(self.model).to(self.dtype)
         fast.load_state_dict(random.state_dict())
-        return self.pairs([PROMPTS[2]], fast, exact, max(self.repeats, 15), 256, **ours)
+        return self.pairs([LONG], fast, exact, max(self.repeats, 15), 256, **ours)
 
     def passes(self) -> dict[str, Any]:
         rows = []
