@@ -314,7 +314,7 @@ def _summary(
     ratios = [row["ours"] / row["baseline"] for row in rows if row["ours"] and row["baseline"]]
     stats = [ours.stats for ours, _ in pairs if ours.stats is not None]
     rounds = sum(each.rounds for each in stats)
-    parts = ("graph",) if any(each.graph for each in stats) else ("draft", "verify", "bookkeeping")
+    parts = ("graph",) if any(each.seconds.graph for each in stats) else ("draft", "verify", "bookkeeping")
     per_round = {part: sum(getattr(each.seconds, part) for each in stats) / rounds for part in parts} if rounds else {}
     steps = sum(len(each.tokens) - 1 for _, each in pairs)
     per_step = sum(each.after_first for _, each in pairs) / steps if steps else None

@@ -62,6 +62,9 @@ class Context:
     values: torch.Tensor
     absent: torch.Tensor
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Context:
+        return self.clone()
+
     def clone(self) -> Context:
         """A copy that shares nothing but the drafter."""
         return Context(self.draft, self.keys.clone(), self.values.clone(), self.absent.clone())

@@ -143,16 +143,19 @@ class Decoding:
         wanted = {"scores": request.output_scores, "logits": request.output_logits, "log_probs": self._log_probs}
         wanted = [name for name, asked in wanted.items() if asked]
         past = request.past
+        if past is not None and not past.get_seq_length():
+            past = None
         if past is not None and not isinstance(past, Past):
             past = foreign(past, model, prompts, padding)
         if past is not None:
             past.check(model, prompts)
-        known = int(past.common(prompts, lengths).min()) if past is not None else 0
+        known = torch.zeros_like(lengths) if past is None else past.common(prompts, lengths)
         longest = int(lengths.max())
         path = choose_target(
             model,
             batch,
-            shortest=known or int(lengths.min()),
+            # What is known was read by a pass that reached no further than that.
+            shortest=int(torch.where(known > 0, known, lengths).min()),
             longest=longest,
             total=longest + request.new_tokens + self._drafter.block_size,
             chunk=PREFILL_CHUNK,
@@ -351,7 +354,7 @@ def generate(
                 f"accepted is max_new_tokens of {most - input_ids.shape[1]} or less"
             )
     # transformers would make a criterion of those in a config, and has no tokenizer then.
-    config = kwargs.get("generation_config")
+    config = kwargs.get("generation_config") or model.generation_config
     if getattr(config, "stop_strings", None) is not None:
         kwargs["generation_config"] = copy.deepcopy(config)
         kwargs["generation_config"].stop_strings = None

@@ -48,7 +48,8 @@ class Stats:
     Attributes:
         batch: rows decoded, return sequences counted.
         mode: ``greedy``, ``rejection`` or ``coupled``.
-        seeds: the 64-bit seed of each row; a row run alone with its seed gives the same tokens.
+        seeds: the 64-bit seed of each row; a row run alone with its seed gives the same tokens. In rejection mode with
+            ``off_switch`` that holds for runs without alone: which tokens were drafted depended on the clock.
         new_tokens: committed tokens of each row, the first (which the prefill gives) included.
         rounds: draft-verify-commit rounds.
         plain_steps: steps of one token, made while speculation was switched off because it lost, or to time one.

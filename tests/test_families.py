@@ -92,7 +92,9 @@ def changed(monkeypatch, **changes):
 
     heard = {}
     with monkeypatch.context() as patch:
+        # Both would notice a window that is gone; here it is the tokens that must.
         patch.setattr(attention, "_check_window", lambda module: None)
+        patch.setattr("dspark_fast.engine.target.check_attended", lambda model, running: None)
         patch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, ask)
         yield
     assert set(heard) == set(changes)
@@ -117,3 +119,14 @@ def test_equality_would_notice(name, changes, lengths, target_of, decoded, monke
     with changed(monkeypatch, **changes):
         truth, ours = decoded(model, lengths, watch=False)
     assert not torch.equal(ours, truth)
+
+
+def test_a_window_that_stands_in_the_mask_alone_is_refused(target_of, decoded, monkeypatch):
+    asked = attention.AttentionInterface._global_mapping[attention.NAME]
+
+    def ask(*args, **kwargs):
+        return asked(*args, **{**kwargs, "sliding_window": None})
+
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, ask)
+    with pytest.raises(RuntimeError, match=r"MistralForCausalLM has a sliding_window of \d+, but no layer passes one"):
+        decoded(target_of("mistral-window"), LENGTHS["short"], watch=False)

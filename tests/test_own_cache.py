@@ -44,9 +44,9 @@ TARGETS = {
     "qwen3-next": ("Qwen3Next", {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}),
     "qwen3.5": ("Qwen3_5Text", LINEAR),
     "qwen3.5-moe": ("Qwen3_5MoeText", {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}),
-    "kimi-linear": (  # 2 layers: without its fast kernels a linear one takes 0.1 s a pass
+    "kimi-linear": (  # one linear layer: without fast kernels it takes 0.1 s a pass
         "KimiLinear",
-        {**LATENT, **EXPERTS, "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+        {**LATENT, **EXPERTS, "layer_types": ["linear_attention", *["full_attention"] * 3], "num_hidden_layers": 4},
     ),
     "olmo-hybrid": ("OlmoHybrid", {**LINEAR, "linear_num_key_heads": 4}),
     "mamba2": ("Mamba2", {"state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +26,12 @@ class Pass:
     Attributes:
         cache: that it works on.
         attended: ids of the modules that asked for our attention in it.
+        windowed: whether one of them has a window.
     """
 
     cache: RaggedCache
     attended: set[int] = field(default_factory=set)
+    windowed: bool = False
 
 
 class _Here(threading.local):
@@ -83,7 +85,11 @@ def ragged_attention(
     running.attended.add(id(module))
     if sliding_window is None:
         _check_window(module)
+    else:
+        running.windowed = True
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _HARMLESS)
+    if kwargs.get("is_causal") is False:
+        unknown.append("is_causal=False")
     if unknown or attention_mask is not None:
         unknown = unknown or ["attention_mask"]
         raise NotImplementedError(f"{type(module).__name__} asks its attention for {', '.join(unknown)}")
@@ -101,7 +107,7 @@ def ragged_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        cache.lengths + block,
+        (cache.lengths + block).to(query.device),
         scale=scale,
         causal=True,
         window=sliding_window,
@@ -127,13 +133,20 @@ def check_attended(model: PreTrainedModel, running: Pass) -> None:
     """After the first pass: every layer must have asked for our attention, or the model's tokens are wrong.
 
     Raises:
-        RuntimeError: naming the model, and how many layers did not ask.
+        RuntimeError: naming the model, and how many layers did not ask; or for a window that no layer passes.
     """
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(running.attended) < layers:
         raise RuntimeError(
             f"{len(running.attended)} of the {layers} layers of {type(model).__name__} took their attention from "
             "transformers' attention interface: the others attend in a way of their own"
+        )
+    config = model.config.get_text_config(decoder=True)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window and not getattr(config, "layer_types", None) and not running.windowed:
+        raise RuntimeError(
+            f"{type(model).__name__} has a sliding_window of {window}, but no layer passes one to its attention: it "
+            "stands in the mask alone, which is not built here"
         )
 
 
@@ -146,6 +159,11 @@ def attending(cache: RaggedCache) -> Iterator[Pass]:
         yield running
     finally:
         _here.running = before
+
+
+def alone() -> AbstractContextManager[object]:
+    """One thread decodes at a time: hooks, the attention setting and a drafter's caches are shared by all of them."""
+    return _switch
 
 
 @contextmanager

@@ -69,6 +69,7 @@ class Workspace:
         recorder: turns a function into its replay.
         replays: by whether the round drafts.
         refused: why rounds could not be captured; None if they could.
+        passing: whether another call may fare better.
     """
 
     state: DecodingState
@@ -80,6 +81,7 @@ class Workspace:
     recorder: Callable[[Callable[[], None]], Replay] = capture
     replays: dict[bool, Replay] = field(default_factory=dict)
     refused: str | None = None
+    passing: bool = False
     done: torch.cuda.Event | None = None
     _warm: set[bool] = field(default_factory=set)
 
@@ -114,6 +116,7 @@ class Workspace:
             try:
                 self.replays[drafting] = self.recorder(once)
             except RuntimeError as error:
+                self.passing = isinstance(error, torch.cuda.OutOfMemoryError)
                 self.refused = str(error).strip().splitlines()[0]
         if self.refused is not None and self.strict:
             raise RuntimeError(f"use_graph is True, but a round cannot be captured: {self.refused}")
@@ -194,6 +197,7 @@ def clear_graphs() -> None:
     """Drop all captured graphs, and with them the GPU memory that is kept for the next call."""
     with _lock:
         _kept.clear()
+        _refused.clear()
 
 
 def _forget(model: int) -> None:

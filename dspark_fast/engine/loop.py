@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from dspark_fast.drafters import Drafter
 from dspark_fast.engine import graphs
+from dspark_fast.engine.attention import alone
 from dspark_fast.engine.cache import RaggedCache
 from dspark_fast.engine.capacity import bucket, room
 from dspark_fast.engine.graphs import Workspace
@@ -95,7 +96,7 @@ def decode(
     stats.off_switch = plan.switch is not None
     clock = Clock(stats.seconds, prompts.device)
     # Events, streams and captures are of the current device, which need not be the target's.
-    with torch.cuda.device_of(prompts), _workspace(model, drafter, prompts, prompt_lengths, plan) as work:
+    with alone(), torch.cuda.device_of(prompts), _workspace(model, drafter, prompts, prompt_lengths, plan) as work:
         reader = Reader(work.state, stats, lag=int(plan.graph), stopping=plan.stopping, on_commit=plan.on_commit)
         with driven(model, work.drafter.target_layer_ids, work.cache if plan.path == "ragged" else None) as target:
             rounds = Round(target, work.drafter, work.state, work.sampling, plan.outputs, None if plan.graph else clock)
@@ -186,13 +187,19 @@ def _workspace(
         capacity, sampling = bucket(most), sampling.per_row()
         key = graphs.key_of(model, drafter, sampling, (batch, capacity, len(limits.stop_tokens)))
     work = graphs.take(key) if plan.graph else None
-    if plan.graph and work is None:
-        drafter = copy.copy(drafter)  # its tensors stay with the workspace, whatever else it is used for
-        if prompts.is_cuda:
+    if plan.graph and work is None and prompts.is_cuda:
+        try:
             graphs.make_room(model, batch, capacity)
+        except ValueError:
+            if plan.strict:
+                raise
+            plan.graph, capacity = False, room(width + block + 2, most)
     if work is not None:
         work.restart(prompts, prompt_lengths, limits, sampling)
+        work.strict = plan.strict
     else:
+        if plan.graph:
+            drafter = copy.copy(drafter)  # its tensors stay with the workspace, whatever else it is used for
         drafter.begin(batch, capacity, prompts.device)
         state = DecodingState(prompts, prompt_lengths, limits, block, capacity)
         cache = RaggedCache.for_model(model, batch, capacity)
@@ -200,5 +207,5 @@ def _workspace(
     yield work
     if plan.graph and work.refused is None:  # nor after an exception: what is cached then may be NaN
         graphs.give_back(key, work, model)
-    elif plan.graph:
+    elif plan.graph and not work.passing:
         graphs.refuse(model, work.refused)

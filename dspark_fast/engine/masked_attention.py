@@ -39,7 +39,7 @@ def masked_attention(
     """
     batch, heads, block, _ = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
-    mask = _mask(cache, block, keys, window)
+    mask = _mask(cache, block, keys, window, query.device)
     groups = query.unflatten(1, (kv_heads, heads // kv_heads))  # [B, Hkv, G, T, D]
     out = query.new_empty(batch, block, kv_heads, heads // kv_heads, value.shape[-1])
     if softcap is None and sinks is None:
@@ -63,9 +63,10 @@ def masked_attention(
     return out.flatten(2, 3)
 
 
-def _mask(cache: RaggedCache, block: int, keys: int, window: int | None) -> torch.Tensor:
+def _mask(cache: RaggedCache, block: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
     """bool ``[B, 1, T, S]``: what each query may read. Every layer of a pass with this window asks for the same one."""
-    asked = block, keys, window
+    asked = block, keys, window, device
     if asked not in cache.masks:
-        cache.masks[asked] = visible_keys(cache.lengths + block, block, keys, causal=True, window=window)[:, None]
+        lengths = (cache.lengths + block).to(device)
+        cache.masks[asked] = visible_keys(lengths, block, keys, causal=True, window=window)[:, None]
     return cache.masks[asked]

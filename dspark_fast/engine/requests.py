@@ -34,7 +34,7 @@ _OTHER_METHODS = {
     "prompt_lookup_num_tokens": "assisted decoding by prompt lookup, which is another way to draft",
     "assistant_early_exit": "assisted decoding by the target's own layers, which is another way to draft",
     "use_mtp": "assisted decoding by the target's own heads, which is another way to draft",
-    "cache_implementation": "a cache of another kind than the one that is kept here",
+    "cache_implementation": "a cache of another kind than the one that is kept here; accepted is 'dynamic'",
     "prefill_chunk_size": "prefill in chunks",
 }
 _OUTPUTS = ("output_attentions", "output_hidden_states")
@@ -142,7 +142,7 @@ def _refuse(
     if getattr(config, "guidance_scale", None) not in (None, 1, 1.0):
         raise ValueError(f"guidance_scale is {config.guidance_scale}: classifier-free guidance is not supported")
     for name, method in _OTHER_METHODS.items():
-        if getattr(config, name, None):
+        if getattr(config, name, None) and (name, getattr(config, name)) != ("cache_implementation", "dynamic"):
             raise ValueError(f"{name} is {getattr(config, name)!r}: that is {method}, which is not supported")
     if asked := [name for name in _OUTPUTS if getattr(config, name, None)]:
         raise ValueError(f"{', '.join(asked)} is asked for: accepted are output_scores and output_logits")

@@ -31,7 +31,9 @@ class Taps:
         silent = [layer for layer in self.layer_ids if layer not in self._outputs]
         if silent:
             raise RuntimeError(f"tapped layers {silent} of {self.layer_ids} gave nothing in the target's forward pass")
-        features = torch.cat([self._outputs[layer] for layer in self.layer_ids], dim=-1)
+        parts = [self._outputs[layer] for layer in self.layer_ids]
+        device = parts[0].device  # a target that is spread over several GPUs
+        features = torch.cat([part.to(device) for part in parts], dim=-1)
         self._outputs.clear()
         return features
 
