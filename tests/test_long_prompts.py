@@ -24,7 +24,7 @@ def test_thousands_of_tokens_beside_one(family, make_target, make_draft, prompts
     batch = prompts((2100, 1) if family == "Gemma2" else (3000, 1, 2049, 2048))
     settings = {**SETTINGS, "attention_mask": batch.attention_mask}
     truth = model.generate(batch.input_ids, **settings)
-    assert len(set(truth[:, batch.input_ids.shape[1] :].flatten().tolist())) >= 8
+    assert len(set(truth[:, batch.input_ids.shape[1] :].flatten().tolist())) >= 6
     draft = make_draft(model) if family == "Qwen3" else None
     ours = dspark_fast.generate(model, draft, batch.input_ids, **settings)
     assert torch.equal(ours, truth)

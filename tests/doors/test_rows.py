@@ -11,8 +11,8 @@ LENGTHS = (9, 6, 1, 8)
 @pytest.mark.floor
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 def test_four_return_sequences_each_come_again_from_their_seed(verification, said, unpadded, through):
-    settings = {"do_sample": True, "max_new_tokens": 10, "verification": verification, "repetition_penalty": 1.2}
-    settings |= {"temperature": 1.2, "top_k": 20}
+    # No repetition penalty here: before 5.23 transformers penalises the padding too, which a row alone has none of.
+    settings = {"do_sample": True, "max_new_tokens": 10, "verification": verification, "temperature": 1.2, "top_k": 20}
     ids, mask = said.ids[:2], said.mask[:2]
     out, stats = through("ours", said.model, said.draft, ids, attention_mask=mask, num_return_sequences=4, **settings)
     assert out.shape == (8, 19) and len(set(stats.seeds)) == 8
