@@ -58,6 +58,19 @@ def call(request, make_target, make_draft, prompts):
     return decode
 
 
+class Flips:
+    """A switch that drafts in three rounds and makes three plain steps, over and over."""
+
+    pauses = 0
+    heard = 0
+
+    def drafts(self):
+        return self.heard % 6 < 3
+
+    def note(self, drafting, seconds, tokens):
+        self.heard += 1
+
+
 @torch.no_grad()
 @MODES
 def test_a_round_asks_the_host_nothing(call, opaque):
@@ -139,16 +152,6 @@ def test_an_exception_leaves_no_workspace(call, on_a_cpu, graph):
 def test_plain_steps_in_a_graph(call, on_a_cpu):
     """A switch that goes back and forth: both kinds of round are recorded, and greedy and coupled tokens stay."""
 
-    class Flips:
-        pauses = 0
-        heard = 0
-
-        def drafts(self):
-            return self.heard % 5 < 2
-
-        def note(self, drafting, seconds, tokens):
-            self.heard += 1
-
     plain = call()
     for graph in (False, True):
         flipped = call(graph=graph, switch=Flips())
@@ -184,16 +187,6 @@ def _storages(*holders):
 @MODES
 def test_a_recording_reads_nothing_that_is_gone(call, on_a_cpu):
     """A graph keeps nothing alive: every tensor from outside that it reads must be the workspace's or the models'."""
-
-    class Flips:
-        pauses = 0
-        heard = 0
-
-        def drafts(self):
-            return self.heard % 6 < 3
-
-        def note(self, drafting, seconds, tokens):
-            self.heard += 1
 
     call(graph=True, switch=Flips())
     (work,) = graphs._kept.values()

@@ -49,6 +49,7 @@ class OwnCacheTarget:
         self._length = 0  # committed tokens, those that wait included
         self._waiting = torch.zeros(1, 0, dtype=torch.long, device=model.device)
         self._block = self._waiting
+        self._drafted = 0  # tokens of that block which are new
         self._before: list[dict[str, Any]] = []
 
     @property
@@ -86,12 +87,12 @@ class OwnCacheTarget:
         self._length += ids.shape[1]
         return logits
 
-    def verify(self, ids: torch.Tensor, longest: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def verify(self, ids: torch.Tensor, end: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Read anchor and drafts; :meth:`advance` must follow, before anything else is read.
 
         Args:
             ids: int64 ``[1, T]``.
-            longest: the ragged target needs it; here it is not used.
+            end: the ragged target needs it; here it is not used.
 
         Returns:
             Logits ``[1, T, V]``, features ``[1, T, m*H]`` (None without taps).

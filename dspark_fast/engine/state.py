@@ -54,7 +54,6 @@ class DecodingState:
         batch, width = prompts.shape
         self.tokens = prompts.new_zeros(batch, capacity)
         self.tokens[:, :width] = prompts
-        self.prompt_lengths = prompt_lengths.clone()
         self.lengths = prompt_lengths.clone()
         self.ends = prompt_lengths + limits.new_tokens
         self.stop_tokens = limits.stop_tokens
@@ -66,7 +65,6 @@ class DecodingState:
         """Make it another call's, of the same batch and number of stop tokens, without moving a tensor."""
         self.tokens.zero_()
         self.tokens[:, : prompts.shape[1]] = prompts
-        self.prompt_lengths.copy_(prompt_lengths)
         self.lengths.copy_(prompt_lengths)
         self.ends.copy_(prompt_lengths + limits.new_tokens)
         self.stop_tokens.copy_(limits.stop_tokens)
