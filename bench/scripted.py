@@ -105,7 +105,7 @@ class Floor(NamedTuple):
 
     target: int  # weights; of an embedding table only what is the head too
     layers: int  # the drafter's
-    head: int  # the LM head, once more for the drafter
+    head: int  # the LM head, once more for the drafter, or its rows of the drafter's vocabulary
     fc: int
     walk: int  # Markov W2, once for every slot of the block
     target_kv: int
@@ -134,7 +134,7 @@ def floor_of(model: PreTrainedModel, draft: DSparkDraft, batch: int, context: in
     return Floor(
         target=weights - (0 if embedding is head else embedding.nbytes),
         layers=sum(one.nbytes for one in draft.layers.parameters()),
-        head=head.nbytes,
+        head=head.nbytes if draft.vocabulary is None else head[: len(draft.vocabulary)].nbytes,
         fc=draft.fc.weight.nbytes,
         walk=draft.config.block_size * draft.markov_weights()[1].nbytes,
         target_kv=batch * context * kv_bytes(model.config, model.dtype),

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from dspark_fast.config import ARCHITECTURE, DSparkConfig
 from dspark_fast.pairing import check_pair
+from dspark_fast.vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FROM_TARGET = {"embed_tokens.weight": "embed_tokens", "lm_head.weight": "lm_head"}
+OFFSETS = "d2t"
 
 
 def load_draft(
@@ -58,14 +60,23 @@ def load_draft(
                 if key in FROM_TARGET and target is not None:
                     _check_copy(key, tensors.get_tensor(key), target, folder)
                 else:
-                    state[key] = tensors.get_tensor(key).to(device or "cpu", dtype)
+                    tensor = tensors.get_tensor(key)
+                    state[key] = tensor.to(device or "cpu", torch.int64 if key == OFFSETS else dtype)
     for key, attribute in FROM_TARGET.items():
         if key in state:
             weight = state.pop(key)
             setattr(draft, attribute, _holder(attribute, weight))
+    if config.draft_vocab_size is not None:
+        tokens = state.pop(OFFSETS)
+        tokens += torch.arange(len(tokens), device=tokens.device)
+        try:
+            draft.vocabulary = check_vocabulary(tokens, config.vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {OFFSETS} is not what it should be: {error}") from None
     draft.load_state_dict(state, assign=True, strict=False)
     draft.rotary_emb = type(draft.rotary_emb)(config).to(device or "cpu")  # its frequencies are not stored
     draft.eval().requires_grad_(False)
+    draft.take_head_rows()
     return draft if target is None else draft.tie_to(target)
 
 
@@ -73,6 +84,8 @@ def save_draft(draft: DSparkDraft, folder: Path, *, include_target_weights: bool
     """See :meth:`DSparkDraft.save_pretrained`. The weights are written aside and moved, so no half file is left."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {key: value.detach().cpu().contiguous() for key, value in draft.state_dict().items()}
+    if draft.vocabulary is not None:
+        state[OFFSETS] = (draft.vocabulary - torch.arange(len(draft.vocabulary), device=draft.device)).cpu()
     if include_target_weights:
         for key, attribute in FROM_TARGET.items():
             # clone: a target that ties its embedding and head has one storage, and safetensors refuses shared ones
@@ -82,7 +95,7 @@ def save_draft(draft: DSparkDraft, folder: Path, *, include_target_weights: bool
     # Without what every transformers configuration has by default (labels, output flags): the authors' files lack it.
     inert = PreTrainedConfig().to_dict()
     config = {key: value for key, value in draft.config.to_dict().items() if inert.get(key, ...) != value}
-    config["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    config["dtype"] = str(draft.dtype).removeprefix("torch.")
     config["architectures"] = [ARCHITECTURE]
     _replace(folder / "config.json", lambda path: path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n"))
     _replace(folder / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
@@ -177,6 +190,8 @@ def _check_names(
     config: DSparkConfig,
 ) -> None:
     shared = dict.fromkeys(FROM_TARGET, (config.vocab_size, config.hidden_size))
+    if config.draft_vocab_size is not None:
+        own = {**own, OFFSETS: (config.draft_vocab_size,)}
     expected = {**own, **shared}
     required = expected if needs_target_weights else own
     problems = []

@@ -25,6 +25,7 @@ class DSparkConfig(Qwen3Config):
         markov_head_type: ``vanilla``, ``gated`` or ``rnn``.
         enable_confidence_head: whether the checkpoint has one.
         confidence_head_with_markov: whether it also reads ``W1[previous token]``.
+        draft_vocab_size: D, how many tokens the drafter can draft; None for all. See :mod:`dspark_fast.vocabulary`.
         num_anchors: anchors per training sequence.
         target_model_type: ``model_type`` of the target, which is ``qwen3`` here whatever the target is.
 
@@ -42,6 +43,7 @@ class DSparkConfig(Qwen3Config):
     markov_head_type: str = "vanilla"
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
+    draft_vocab_size: int | None = None
     num_anchors: int = 512
     target_model_type: str | None = None
 
@@ -71,6 +73,10 @@ class DSparkConfig(Qwen3Config):
             raise ValueError(f"markov_head_type is {self.markov_head_type!r}: accepted are {', '.join(MARKOV_HEADS)}")
         if self.mask_token_id is None or not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id is {self.mask_token_id}: accepted is an id below {self.vocab_size}")
+        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}: accepted are 1 to vocab_size, which is {self.vocab_size}"
+            )
         if self.enable_confidence_head and self.confidence_head_with_markov and not self.markov_rank:
             raise ValueError(
                 "confidence_head_with_markov is True with markov_rank 0: accepted is False without the head"
@@ -91,8 +97,9 @@ class DSparkConfig(Qwen3Config):
             data.pop("markov_head_type", None)
         if not self.enable_confidence_head:
             data.pop("confidence_head_with_markov", None)
-        if data.get("target_model_type") is None:
-            data.pop("target_model_type", None)
+        for key in ("target_model_type", "draft_vocab_size"):
+            if data.get(key) is None:
+                data.pop(key, None)
         return data
 
     @classmethod

@@ -92,7 +92,7 @@ class MarkovHead(nn.Module):
         super().__init__()
         rank, hidden = config.markov_rank, config.hidden_size
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
         if config.markov_head_type == "gated":
             self.gate_proj = nn.Linear(hidden + rank, rank)
         elif config.markov_head_type == "rnn":
@@ -116,6 +116,10 @@ class DSparkDraft(PreTrainedModel):
     by reference and are no submodules, so ``draft.to(...)``, ``draft.parameters()`` and ``save_pretrained`` leave them
     alone. A drafter loaded without a target keeps its checkpoint's own copies as submodules.
 
+    Attributes:
+        vocabulary: int64 ``[D]``, ascending, the tokens that it can draft, column i of its logits being token
+            ``vocabulary[i]``; None if it can draft all of them. See :mod:`dspark_fast.vocabulary`.
+
     Raises:
         ValueError: if the configuration cannot be a drafter's.
     """
@@ -130,6 +134,9 @@ class DSparkDraft(PreTrainedModel):
         super().__init__(config)
         self.embed_tokens: nn.Embedding | None = None
         self.lm_head: nn.Module | None = None
+        size = config.draft_vocab_size
+        self.register_buffer("vocabulary", None if size is None else torch.arange(size), persistent=False)
+        self.register_buffer("head_rows", None, persistent=False)  # [D, H], the LM head's rows of the vocabulary
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
@@ -167,12 +174,27 @@ class DSparkDraft(PreTrainedModel):
         from dspark_fast.pairing import check_pair
 
         check_pair(self.config, model)
-        shared = {"embed_tokens": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
-        for name, module in shared.items():
+        self.share(model.get_input_embeddings(), model.get_output_embeddings())
+        self.to(model.device).take_head_rows()
+        return self
+
+    def share(self, embed_tokens: nn.Module | None, lm_head: nn.Module | None) -> None:
+        """Hold a target's embedding and head by reference."""
+        for name, module in (("embed_tokens", embed_tokens), ("lm_head", lm_head)):
             self._modules.pop(name, None)
             # Past nn.Module.__setattr__, which would register it: the target's weights are not ours to move or save.
             object.__setattr__(self, name, module)
-        return self.to(model.device)
+
+    @torch.no_grad()
+    def take_head_rows(self) -> None:
+        """Copy the LM head's rows of the draft vocabulary: D/V of the head is read per round, for D H values of memory.
+
+        A head that is no plain matrix (a quantised one) is run whole instead.
+        """
+        weight = getattr(self.lm_head, "weight", None)
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        plain = weight is not None and tuple(weight.shape) == shape and weight.is_floating_point()
+        self.head_rows = weight[self.vocabulary] if plain and self.vocabulary is not None else None
 
     # --- the forward pass, in the pieces that inference and training put together ------------------------------------
 
@@ -208,9 +230,12 @@ class DSparkDraft(PreTrainedModel):
         return self.norm(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Base logits U ``[..., V]`` of final-normed ``[..., H]``, in the LM head's dtype."""
+        """Base logits U of final-normed ``[..., H]``: ``[..., V]``, or ``[..., D]``, in the LM head's dtype."""
         head = self.tied("lm_head")
-        return head(hidden.to(head.weight.dtype))
+        if self.head_rows is not None:
+            return F.linear(hidden.to(self.head_rows.dtype), self.head_rows)
+        logits = head(hidden.to(head.weight.dtype))
+        return logits if self.vocabulary is None else logits[..., self.vocabulary]
 
     def confidence(self, hidden: torch.Tensor, prev_tokens: torch.Tensor) -> torch.Tensor:
         """Confidence logits ``[..., T]`` from hidden ``[..., T, H]`` and each slot's previous token ``[..., T]``."""
@@ -221,7 +246,7 @@ class DSparkDraft(PreTrainedModel):
         return confidence_logits(hidden, proj.weight, proj.bias, embedding)
 
     def markov_weights(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """W1 and W2, both ``[V, R]``; None twice for a drafter without a Markov head."""
+        """W1 ``[V, R]`` and W2 ``[V, R]``, or ``[D, R]``; None twice for a drafter without a Markov head."""
         if not self.config.markov_rank:
             return None, None
         return self.markov_head.markov_w1.weight, self.markov_head.markov_w2.weight

@@ -166,6 +166,7 @@ class DSparkDrafter:
         self.context = Context(self.draft, keys, values, torch.zeros(batch, dtype=torch.long, device=device))
         self._block = torch.arange(self.block_size, device=device)
         self._full = torch.full((batch,), self.block_size, dtype=torch.long, device=device)
+        self._logits: torch.Tensor | None = None
 
     def grow(self, capacity: int) -> None:
         context = self.context
@@ -242,6 +243,7 @@ class DSparkDrafter:
             coupled=noise.mode == "coupled",
             hidden=hidden,
             keep_logits=noise.mode == "rejection",
+            vocabulary=draft.vocabulary,
             **(draft.markov_options() if self.use_markov else {}),
         )
         lengths = self._full
@@ -250,7 +252,17 @@ class DSparkDrafter:
             # Slot k is judged before x_k is looked at; comparing probabilities, so that a threshold of 1 cuts all.
             trusted = draft.confidence(hidden, prev).float().sigmoid() >= self.confidence_threshold
             lengths = trusted.long().cumprod(dim=1).sum(dim=1)
-        return Proposal(walk.tokens, lengths, walk.logits, walk.row_max, walk.log_sum)
+        return Proposal(walk.tokens, lengths, self._of_all_tokens(walk.logits), walk.row_max, walk.log_sum)
+
+    def _of_all_tokens(self, logits: torch.Tensor | None) -> torch.Tensor | None:
+        """``[B, T, D]`` -> ``[B, T, V]``, -inf for tokens that are never drafted: what verification reads."""
+        vocabulary = self.draft.vocabulary
+        if logits is None or vocabulary is None:
+            return logits
+        if self._logits is None:  # once: the other columns stay as they are
+            shape = (*logits.shape[:2], self.draft.config.vocab_size)
+            self._logits = logits.new_full(shape, -torch.inf)
+        return self._logits.index_copy_(2, vocabulary, logits)
 
     def _store(
         self,

@@ -43,6 +43,7 @@ def markov_walk(
     logits_dtype: torch.dtype = torch.float32,
     coupled: bool = False,
     w2_norms: torch.Tensor | None = None,
+    vocabulary: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> MarkovWalk:
     """Walk the Markov head over a block; see :func:`dspark_fast.reference.markov_walk`.
@@ -62,16 +63,16 @@ def markov_walk(
     if logits_dtype not in LOGITS_DTYPES:
         raise ValueError(f"logits_dtype is {logits_dtype}: accepted are {', '.join(map(str, LOGITS_DTYPES))}")
     if w2_norms is not None:
-        if w2 is None or keep_logits or candidates:
+        if w2 is None or keep_logits or candidates or vocabulary is not None:
             raise ValueError(
-                "w2_norms needs w2, keep_logits=False and candidates=0: with it not all logits are computed"
+                "w2_norms needs w2, keep_logits=False, candidates=0 and no vocabulary: not all logits are computed"
             )
         _expect("w2_norms", w2_norms, (-(-vocab // NORM_GROUP),))
     if w1 is not None and w2 is not None:
         if w2.dtype.itemsize == 1 and w2.dtype != torch.float8_e4m3fn:
             raise ValueError(f"w2 is {w2.dtype}: of the 8-bit dtypes float8_e4m3fn alone is accepted")
         rank = w1.shape[-1]
-        _expect("w1", w1, (vocab, rank))
+        _expect("w1", w1, (vocab if vocabulary is None else w1.shape[0], rank))
         _expect("w2", w2, (vocab, rank))
         if head != "vanilla":
             if hidden is None or head_weight is None:
@@ -81,7 +82,12 @@ def markov_walk(
             _expect("head_weight", head_weight, (rank, width + rank) if gated else (3 * rank, 2 * rank + width))
             if head_bias is not None:
                 _expect("head_bias", head_bias, (rank if gated else 3 * rank,))
+    if vocabulary is not None:
+        _expect("vocabulary", vocabulary, (vocab,))
+        if vocabulary.dtype != torch.int64:
+            raise ValueError(f"vocabulary is {vocabulary.dtype}: accepted is torch.int64")
     weights = {"w1": w1, "w2": w2, "head_weight": head_weight, "head_bias": head_bias, "w2_norms": w2_norms}
+    weights["vocabulary"] = vocabulary
     _on_one_device(base_logits=base_logits, **weights, hidden=hidden, anchor=anchor)
     beyond = None
     if w2 is not None and w2.dtype.itemsize == 1 and not multiplies_float8(w2.device):
@@ -105,6 +111,7 @@ def markov_walk(
         logits_dtype=logits_dtype,
         coupled=coupled,
         w2_norms=None if w2_norms is None else w2_norms.contiguous(),
+        vocabulary=None if vocabulary is None else vocabulary.contiguous(),
     )
     return MarkovWalk(tokens, logits if keep_logits else None, row_max, log_sum)
 

@@ -19,7 +19,7 @@ from dspark_fast import reference
 _SCHEMAS = {
     "markov_walk": "(Tensor base_logits, Tensor? w1, Tensor? w2, Tensor anchor, *, Tensor temperature, Tensor seed, "
     "Tensor position, str head, Tensor? head_weight, Tensor? head_bias, Tensor? hidden, int candidates, "
-    "bool keep_logits, ScalarType logits_dtype, bool coupled, Tensor? w2_norms, str backend) "
+    "bool keep_logits, ScalarType logits_dtype, bool coupled, Tensor? w2_norms, Tensor? vocabulary, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     "verify": "(Tensor target_logits, Tensor draft_tokens, Tensor? draft_logits, Tensor draft_lengths, *, "
     "Tensor temperature, Tensor seed, Tensor position, str mode, Tensor? top_k, Tensor? top_p, Tensor? min_p, "

@@ -27,7 +27,7 @@ from triton.language.extra import cuda
 from . import launch
 from .markov_bound import known_score, may_win
 from .markov_head import BM, dot, feature_launcher, rounded, token_before
-from .noise import DRAFT, exponentials
+from .noise import DRAFT, exponentials, exponentials_at
 from .sampling import cut_rows
 from .statistics import GROUP, new_groups, row_statistics
 
@@ -36,7 +36,7 @@ class MarkovWalk(NamedTuple):
     """What a walk drafted; as ``reference.MarkovWalk``: q(x) = exp((logits_x - row_max) / temperature - log_sum)."""
 
     tokens: torch.Tensor  # [B, T] int64, -1 from the first slot on whose logits have no finite maximum
-    logits: torch.Tensor | None  # [B, T, V] in logits_dtype: corrected, before the temperature
+    logits: torch.Tensor | None  # [B, T, V], or [B, T, D], in logits_dtype: corrected, before the temperature
     row_max: torch.Tensor  # [B, T] fp32
     log_sum: torch.Tensor  # [B, T] fp32, 0 at temperature 0
 
@@ -87,6 +87,7 @@ def _step_kernel(
     seed,
     position,
     floor,
+    vocabulary,
     group_best,
     tile_best,
     tile_token,
@@ -151,7 +152,7 @@ def _step_kernel(
     if w1 is not None and feature is None:
         for i_group in range(GROUPS):
             o_b = i_group * BM + o_m.to(tl.int64)
-            b_previous = token_before(anchor, best, token, i_t, o_b, batch, FIRST, PARTS, PARTS_P)
+            b_previous = token_before(anchor, best, token, vocabulary, i_t, o_b, batch, FIRST, PARTS, PARTS_P)
             run_previous = tl.where(o_group == i_group, b_previous[None, :], run_previous)
     if w2_norms is not None:
         # |f| / T of every row and a score that its winner reaches: [GROUPS, BM]
@@ -222,7 +223,11 @@ def _step_kernel(
                 b_position = tl.load(position + o_b, mask=m_b, other=0)[:, None]
                 b_anchor = b_position * 0 if COUPLED else b_position
                 b_seed = tl.load(seed + o_b, mask=m_b, other=0)[:, None]
-                b_e = exponentials(b_seed, b_position + 1 + slot, b_anchor, DRAFT, i_tile * BV, BM, BV)
+                if vocabulary is None:
+                    b_e = exponentials(b_seed, b_position + 1 + slot, b_anchor, DRAFT, i_tile * BV, BM, BV)
+                else:
+                    b_tokens = tl.load(vocabulary + o_v, mask=m_v, other=0).to(tl.int32)[None, :]
+                    b_e = exponentials_at(b_seed, b_position + 1 + slot, b_anchor, DRAFT, b_tokens)
                 b_key = tl.where(sampled[:, None], tl.div_rn(b_l, divisor[:, None]) - tl.log(b_e), b_l)
                 shift = tl.where(b_top == float("-inf"), 0.0, b_top)[:, None]
                 b_total = tl.sum(tl.exp(tl.div_rn(b_l - shift, divisor[:, None])), 1)
@@ -253,6 +258,7 @@ def _finish_kernel(
     top,
     total,
     temperature,
+    vocabulary,
     tokens,
     row_max,
     log_sum,
@@ -275,7 +281,10 @@ def _finish_kernel(
         winner = tl.max(b_best, 0)
         failed = failed | (tl.abs(winner) == float("inf"))
         chosen = tl.min(tl.where(b_best == winner, b_token, 2147483647), 0)
-        tl.store(tokens + i_b * BLOCK + i_t, tl.where(failed, -1, chosen).to(tl.int64))
+        chosen = chosen.to(tl.int64)
+        if vocabulary is not None:
+            chosen = tl.load(vocabulary + tl.where(failed, 0, chosen))
+        tl.store(tokens + i_b * BLOCK + i_t, tl.where(failed, -1, chosen))
         b_top = tl.load(top + p_part, mask=m_part, other=float("-inf"))
         largest = tl.max(b_top, 0)
         log_total = 0.0
@@ -306,6 +315,7 @@ def markov_walk(
     logits_dtype: torch.dtype = torch.float32,
     coupled: bool = False,
     w2_norms: torch.Tensor | None = None,
+    vocabulary: torch.Tensor | None = None,
 ) -> MarkovWalk:
     """Draft a block; the twin of ``reference.markov_walk``, which says what every argument and result is.
 
@@ -349,7 +359,7 @@ def markov_walk(
         product = w1.dtype if w2.dtype.itemsize == 1 else w2.dtype
         if head != "vanilla":
             feature = torch.empty(batch, rank, dtype=product, device=device)
-            next_feature = feature_launcher(head, w1, head_weight, head_bias, hidden, feature, ranks, chain)
+            next_feature = feature_launcher(head, w1, head_weight, head_bias, hidden, feature, vocabulary, ranks, chain)
     for slot in range(block):
         if next_feature is not None:
             next_feature(slot, anchor, best, token)
@@ -363,6 +373,7 @@ def markov_walk(
             seed,
             position,
             floor,
+            vocabulary,
             *bounds,
             w2_norms,
             logits,
@@ -400,6 +411,7 @@ def markov_walk(
         top,
         total,
         temperature,
+        vocabulary,
         tokens,
         row_max,
         log_sum,

@@ -36,10 +36,21 @@ def dot(x, w, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def token_before(anchor, best, token, i_t, o_b, batch, FIRST: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr):
+def token_before(
+    anchor,
+    best,
+    token,
+    vocabulary,
+    i_t,
+    o_b,
+    batch,
+    FIRST: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_P: tl.constexpr,
+):
     """The token before slot i_t, [BM]: the anchor, or the lowest token among the best of all programs' winners.
 
-    Behind a slot that failed, or an anchor of -1, it is 0: any valid token will do, for what follows is not used.
+    Behind a slot that failed, or an anchor of -1, it is any valid token, for what follows is not used.
     """
     m_b = o_b < batch
     if FIRST:
@@ -51,7 +62,10 @@ def token_before(anchor, best, token, i_t, o_b, batch, FIRST: tl.constexpr, PART
     b_token = tl.load(token + p_part, mask=m_part, other=2147483647)
     b_top = tl.max(b_best, 1)
     b_token = tl.min(tl.where(b_best == b_top[:, None], b_token, 2147483647), 1)
-    return tl.where(m_b & (tl.abs(b_top) < float("inf")), b_token, 0).to(tl.int64)
+    b_token = tl.where(m_b & (tl.abs(b_top) < float("inf")), b_token, 0).to(tl.int64)
+    if vocabulary is not None:  # winners are columns
+        b_token = tl.load(vocabulary + b_token)
+    return b_token
 
 
 @triton.jit
@@ -105,6 +119,7 @@ def _feature_kernel(
     anchor,
     best,
     token,
+    vocabulary,
     batch,
     rank,
     slot,
@@ -128,7 +143,7 @@ def _feature_kernel(
     o_n = tl.program_id(1) * BN + tl.arange(0, BN)
     m_n = o_n < rank
     dtype = weight.dtype.element_ty
-    b_previous = token_before(anchor, best, token, i_t, o_b, batch, FIRST, PARTS, PARTS_P)
+    b_previous = token_before(anchor, best, token, vocabulary, i_t, o_b, batch, FIRST, PARTS, PARTS_P)
     p_embedding = w1 + b_previous[:, None] * stride_w1
     m_rows, m_columns, m_out = m_b[:, None], m_n[:, None], m_b[:, None] & m_n[None, :]
     p_part = hidden_part + o_b[:, None] * stride_part_b + i_t * stride_part_t + o_n[None, :]
@@ -172,6 +187,7 @@ def feature_launcher(
     bias: torch.Tensor | None,
     hidden: torch.Tensor,
     feature: torch.Tensor,
+    vocabulary: torch.Tensor | None,
     ranks: int,
     chain: dict[str, int],
 ) -> Callable[..., None]:
@@ -213,6 +229,7 @@ def feature_launcher(
             anchor,
             best,
             token,
+            vocabulary,
             batch,
             rank,
             slot,

@@ -17,9 +17,10 @@ class DraftedBlock(NamedTuple):
 
     Attributes:
         hidden: ``[B, T, H]``, final-normed.
-        base_logits: ``[B, T, V]``, U: the LM head's output before the Markov bias.
+        base_logits: ``[B, T, V]`` (of a drafter with a vocabulary of D tokens ``[B, T, D]``), U: the LM head's output
+            before the Markov bias.
         tokens: int64 ``[B, T]``.
-        logits: ``[B, T, V]``, corrected by the Markov bias, before the temperature.
+        logits: as ``base_logits``, corrected by the Markov bias, before the temperature.
         confidence_logits: ``[B, T]`` before the sigmoid; None without a confidence head.
     """
 
@@ -93,7 +94,9 @@ def draft_block(
         hidden = hidden + F.linear(gate, layer.mlp.down_proj.weight)
 
     hidden = rms_norm(hidden, draft.norm.weight, eps)
-    base_logits = F.linear(hidden, draft.lm_head.weight.to(hidden.dtype))
+    vocabulary = getattr(draft, "vocabulary", None)
+    head = draft.lm_head.weight if vocabulary is None else draft.lm_head.weight[vocabulary]
+    base_logits = F.linear(hidden, head.to(hidden.dtype))
     walk = markov_walk(
         base_logits,
         *draft.markov_weights(),
@@ -103,6 +106,7 @@ def draft_block(
         position=context_length,
         coupled=coupled,
         hidden=hidden,
+        vocabulary=vocabulary,
         **draft.markov_options(),
     )
     confidence = None

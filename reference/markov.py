@@ -28,7 +28,7 @@ class MarkovWalk(NamedTuple):
     """What a walk drafted: q(x) = exp((logits_x - row_max) / temperature - log_sum)."""
 
     tokens: Tensor  # [B, T] int64, -1 from the first slot on whose logits have no finite maximum
-    logits: Tensor | None  # [B, T, V] in logits_dtype: corrected, before the temperature
+    logits: Tensor | None  # [B, T, V] ([B, T, D] with a vocabulary) in logits_dtype: corrected, before the temperature
     row_max: Tensor  # [B, T] fp32
     log_sum: Tensor  # [B, T] fp32, 0 at temperature 0
 
@@ -126,6 +126,7 @@ def markov_walk(
     logits_dtype: torch.dtype = torch.float32,
     coupled: bool = False,
     w2_norms: Tensor | None = None,
+    vocabulary: Tensor | None = None,
 ) -> MarkovWalk:
     """Draft a block: at each slot add the bias of the token before it, then take the argmax or a sample.
 
@@ -138,6 +139,8 @@ def markov_walk(
     coupled: noise is keyed with anchor position 0, as ``verify(mode="coupled")`` expects.
     w2_norms: from ``markov_norms``, for a greedy or coupled walk without kept logits: lets a kernel leave out rows of
     W2 that cannot win. The tokens stay what they are; row_max and log_sum are NaN, since not all logits were made.
+    vocabulary: int64 [D], ascending, if only these tokens can be drafted (FR-Spec, Zhao et al. 2025): base_logits and
+    logits are then [B, T, D] and w2 [D, R], column i being token vocabulary[i]; w1 stays [V, R], tokens stay tokens.
     The bias comes from a product in w2's dtype and is then added in fp32. Slot j's token stands at position + 1 + j.
 
     A slot whose logits have no finite maximum (a NaN, a +inf, all -inf) gives token -1, and so do the slots after it,
@@ -159,7 +162,11 @@ def markov_walk(
         position = per_row(position, batch, torch.int64, device)[:, None]
         slots = position + 1 + torch.arange(block, device=device)
         counter = (seed, slots, torch.zeros_like(position) if coupled else position, DRAFT)
-        noise = exponentials(*counter, vocab_size) if ids is None else exponentials_at(*counter, ids.clamp(min=0))
+        if vocabulary is not None:  # a token's noise is its own, whatever its column: coupled, the target has the same
+            drafted = vocabulary.expand(batch, block, -1) if ids is None else vocabulary[ids.clamp(min=0)]
+            noise = exponentials_at(*counter, drafted)
+        else:
+            noise = exponentials(*counter, vocab_size) if ids is None else exponentials_at(*counter, ids.clamp(min=0))
         log_noise = noise.log_()
         if greedy.any():
             log_noise = log_noise.masked_fill(greedy[:, None, None], 0.0)
@@ -203,6 +210,7 @@ def markov_walk(
             row_max[:, slot], log_sum[:, slot] = softmax_statistics(row, temperature)
         failed = failed | ~best.isfinite()
         choice = choice if slot_ids is None else slot_ids.gather(-1, choice[:, None])[:, 0]
+        choice = choice if vocabulary is None else vocabulary[choice]
         previous = choice.masked_fill(failed, 0)  # any valid row: what follows a failed slot is not used
         tokens[:, slot] = choice.masked_fill(failed, -1)
     if w2_norms is not None:

@@ -68,7 +68,7 @@ def test_config_keeps_the_authors_keys(name, tmp_path):
         key: value for key, value in theirs.items() if key not in ignored
     }
     # Keys that newer or older transformers add are theirs; ours are these.
-    own = {"markov_head_type", "confidence_head_with_markov", "target_model_type", "auto_map"}
+    own = {"markov_head_type", "confidence_head_with_markov", "target_model_type", "draft_vocab_size", "auto_map"}
     assert not (set(ours) - set(theirs)) & own
 
 
@@ -117,6 +117,8 @@ BAD_CONFIGS = {
     "tap-last": ({"target_layer_ids": [1, 5]}, r"target_layer_ids is \[1, 5\] for 6 target layers"),
     "rank": ({"markov_rank": -1}, r"markov_rank is -1"),
     "head": ({"markov_head_type": "lstm"}, r"markov_head_type is 'lstm'.*vanilla, gated, rnn"),
+    "draft-vocabulary": ({"draft_vocab_size": 98}, r"draft_vocab_size is 98: accepted are 1 to vocab_size, .* 97"),
+    "no-draft-vocabulary": ({"draft_vocab_size": 0}, r"draft_vocab_size is 0: accepted are 1 to vocab_size"),
     "heads": ({"num_key_value_heads": 3}, r"num_attention_heads is 4 with num_key_value_heads 3"),
     "layer-type": ({"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}, r"layer_types is"),
     "architecture": ({"architectures": ["Qwen3ForCausalLM"]}, r"architectures is \['Qwen3ForCausalLM'\]"),

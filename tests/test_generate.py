@@ -344,12 +344,13 @@ class Checked(DSparkDrafter):
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "rank-0"])
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "rank-0", "vocabulary"])
 def test_drafts_are_those_of_the_stateless_drafter(
     head, sampling, make_target, make_draft, prompts, scripted, unpadded
 ):
     model, batch = make_target("Qwen2"), prompts((4, 1, 6))
     options = {"markov_rank": 0, "enable_confidence_head": False} if head == "rank-0" else {"markov_head_type": head}
+    options = {"draft_vocab_size": 60} if head == "vocabulary" else options
     settings = {"attention_mask": batch.attention_mask, "max_new_tokens": 12, "do_sample": False, **sampling}
     truth = dspark_fast.generate(model, None, batch.input_ids, verification="coupled", seed=5, **settings)
     rows = unpadded(truth, batch.attention_mask)

@@ -249,3 +249,23 @@ def test_rejection_noise_depends_on_the_anchor_and_coupled_noise_does_not():
     assert (tokens(10, False)[:, 1] == tokens(11, False)[:, 0]).float().mean() < 0.1
     noise = exponentials(seed, torch.tensor(12), torch.tensor(10), TARGET, 311)
     assert (tokens(10, False)[:, 1] == noise.argmin(-1)).float().mean() < 0.1
+
+
+@pytest.mark.parametrize("coupled", [False, True], ids=["rejection", "coupled"])
+@pytest.mark.parametrize("candidates", [0, 4], ids=["all", "candidates"])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_vocabulary_is_a_walk_whose_other_tokens_cannot_be(head, candidates, coupled):
+    """What it leaves out has -inf in the whole walk: the same tokens from the same noise, and the same q."""
+    base, w1, w2, anchor, options = problem(6, 4, 41, head)
+    vocabulary = torch.tensor([1, 2, 6, 7, 8, 13, 21, 22, 23, 37, 40])
+    options |= {"temperature": torch.tensor([0.7, 1.0, 0.0]).repeat(2), "seed": torch.arange(6), "position": 17}
+    options |= {"coupled": coupled, "candidates": candidates}
+    hidden = torch.full_like(base, -INF)
+    hidden[..., vocabulary] = base[..., vocabulary]
+    whole = markov_walk(hidden, w1, w2, anchor, **options)
+    part = markov_walk(base[..., vocabulary], w1, w2[vocabulary], anchor, vocabulary=vocabulary, **options)
+    assert torch.equal(part.tokens, whole.tokens) and set(part.tokens.unique().tolist()) <= set(vocabulary.tolist())
+    assert len(part.tokens.unique()) > 3
+    torch.testing.assert_close(part.logits, whole.logits[..., vocabulary])
+    torch.testing.assert_close(part.row_max, whole.row_max)
+    torch.testing.assert_close(part.log_sum, whole.log_sum)

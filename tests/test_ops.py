@@ -55,6 +55,8 @@ WALKS = {
     "w2-alone": ({"w1": None}, r"w1 and w2 come together"),
     "head": ({"head": "lstm"}, r"head is 'lstm': accepted are vanilla, gated, rnn"),
     "gated-without-hidden": ({"head": "gated"}, r"head is 'gated', which needs hidden"),
+    "vocabulary": ({"vocabulary": torch.arange(10)}, r"vocabulary has shape \[10\]: expected \[11\]"),
+    "vocabulary-dtype": ({"vocabulary": torch.arange(11).int()}, r"vocabulary is torch.int32: accepted is torch.int64"),
     "temperature": ({"temperature": torch.zeros(3)}, r"temperature has shape \[3\]: expected \[2\]"),
 }
 
@@ -139,7 +141,7 @@ def op_calls(backend):
     rows = {"temperature": torch.tensor([0.0, 0.7]), "seed": torch.tensor([1, 2]), "position": torch.tensor([5, 9])}
     cuts = (torch.tensor([0, 3]), None, torch.tensor([0.0, 0.1]))
     walk_rest = {"head": "vanilla", "head_weight": None, "head_bias": None, "hidden": None, "candidates": 0}
-    walk_rest |= {"logits_dtype": torch.float32, "coupled": False, "w2_norms": None}
+    walk_rest |= {"logits_dtype": torch.float32, "coupled": False, "w2_norms": None, "vocabulary": None}
     walk = (torch.randn(2, 3, 11), torch.randn(11, 4), torch.randn(11, 4), torch.tensor([1, 2]))
     judged = (torch.randn(2, 4, 11), torch.randint(11, (2, 3)), torch.randn(2, 3, 11), torch.tensor([3, 1]))
     verify_rest = {"top_k": cuts[0], "top_p": None, "min_p": None, "draft_row_max": None, "draft_log_sum": None}

@@ -100,19 +100,23 @@ def _markov() -> Iterator[Call]:
         w2_dtype: torch.dtype | None = None,
         ahead: bool = False,
         bounded: bool = False,
+        drafted: int | None = None,
         **options: Any,
     ) -> Call:
         rank = model.rank if rank is None else rank
+        columns = drafted or model.vocab
 
         def run(dtype: torch.dtype) -> object:
-            base = torch.empty(batch, BLOCK, model.vocab, dtype=dtype)
+            base = torch.empty(batch, BLOCK, columns, dtype=dtype)
             w1 = torch.empty(model.vocab, rank, dtype=dtype) if rank else None
-            w2 = torch.empty(model.vocab, rank, dtype=w2_dtype or dtype) if rank else None
+            w2 = torch.empty(columns, rank, dtype=w2_dtype or dtype) if rank else None
             more = dict(options)
+            if drafted is not None:
+                more["vocabulary"] = _ids(drafted)
             if head != "vanilla":
-                rows, columns = (3 * rank, 2 * rank) if head == "rnn" else (rank, rank)
+                rows, width = (3 * rank, 2 * rank) if head == "rnn" else (rank, rank)
                 more["hidden"] = torch.empty(batch, BLOCK, model.hidden, dtype=dtype)
-                more["head_weight"] = torch.empty(rows, columns + model.hidden, dtype=dtype)
+                more["head_weight"] = torch.empty(rows, width + model.hidden, dtype=dtype)
                 more["head_bias"] = torch.empty(rows, dtype=dtype) if bias else None
             if bounded:
                 more |= {"w2_norms": torch.empty(-(-model.vocab // NORM_GROUP)), "keep_logits": False}
@@ -133,6 +137,9 @@ def _markov() -> Iterator[Call]:
     yield call("Qwen3-4B: coupled, no logits kept", qwen, 1, coupled=True, keep_logits=False)
     yield call("Qwen3-4B: 64 candidates", qwen, 1, candidates=64, quick=True)
     yield call("Qwen3-4B: 64 candidates, 64 rows", qwen, 64, candidates=64)
+    yield call("Qwen3-4B: 32,768 tokens drafted", qwen, 1, drafted=32768, quick=True)
+    yield call("Qwen3-4B: 32,768 tokens drafted, coupled, 64 rows", qwen, 64, drafted=32768, coupled=True)
+    yield call("Qwen3-4B: gated, 32,768 tokens drafted", qwen, 1, "gated", drafted=32768)
     yield call("Qwen3-4B: bf16 logits, 16 rows", qwen, 16, logits_dtype=torch.bfloat16)
     yield call("Qwen3-4B: independent slots", qwen, 1, rank=0)
     yield call("Qwen3-4B: greedy, tiles ruled out", qwen, 1, bounded=True, quick=True)

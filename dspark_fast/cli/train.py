@@ -60,6 +60,10 @@ def train(
     vocabulary: Annotated[
         int, typer.Option(help="Take the loss over this many most frequent tokens, 0 for all.", min=0)
     ] = 8192,
+    whole_vocabulary: Annotated[
+        bool,
+        typer.Option("--whole-vocabulary", help="Write a drafter of every token, not of those of --vocabulary alone."),
+    ] = False,
     top_tokens: Annotated[
         int,
         typer.Option(help="Take the target's so many largest probabilities, the rest as one mass; 0 for all.", min=0),
@@ -117,6 +121,7 @@ def train(
         shape=shape,
         initialise=initialise,
         live=live,
+        whole_vocabulary=whole_vocabulary,
         seed=seed,
         train=TrainSettings(
             steps=steps,
@@ -171,6 +176,7 @@ def _run(
     from dspark_fast.training.plot import plot_training
     from dspark_fast.training.preflight import preflight
     from dspark_fast.training.workers import Workers
+    from dspark_fast.vocabulary import whole
 
     device = str(chosen_device(device))
     workers = Workers.from_environment(device)
@@ -179,7 +185,7 @@ def _run(
     if missing:
         raise typer.BadParameter(f"no such file: {', '.join(missing)}")
     model, tokenizer = load_target(name, torch.bfloat16, workers.device(device))
-    trainee = None if draft is None else DSparkDraft.from_pretrained(draft, target=model, dtype=torch.float32)
+    trainee = None if draft is None else whole(DSparkDraft.from_pretrained(draft, target=model, dtype=torch.float32))
     config = DSparkConfig.from_target(model.config, **recipe.shape) if trainee is None else trainee.config
     if workers.first:  # an error here ends it, and torchrun then ends the others
         preflight(model, tokenizer, out, recipe, config, per_domain=per_domain, workers=workers.count)

@@ -59,10 +59,13 @@ def write_card(
     part = "all trained" if trained == parameters else f"{trained:,} of them trained"
     plot = f"\n![training curves]({PLOT})\n" if (folder / PLOT).is_file() else ""
     machine = f"\n{trained_on}\n" if trained_on else ""
+    part_of = config.draft_vocab_size is not None
+    and_more = ", with `draft_vocab_size` and `d2t` besides" if part_of else ""
+    drafted = f"the {config.draft_vocab_size:,} most frequent of {config.vocab_size:,}" if part_of else "all"
     text = f"""# DSpark drafter for {target}
 
-A DSpark drafter in the authors' checkpoint layout, for use with dspark-fast. The target's embedding and LM head
-are not in the file: they are taken from the target itself.
+A DSpark drafter in the authors' checkpoint layout{and_more}, for use with dspark-fast. The target's
+embedding and LM head are not in the file: they are taken from the target itself.
 
 | | |
 |---|---|
@@ -71,6 +74,7 @@ are not in the file: they are taken from the target itself.
 | tapped target layers | {", ".join(map(str, config.target_layer_ids))} of {config.num_target_layers} |
 | Markov head | {config.markov_head_type}, rank {config.markov_rank} |
 | confidence head | {"yes" if config.enable_confidence_head else "no"} |
+| tokens that it drafts | {drafted} |
 | parameters | {parameters:,} ({part}), {size / 1e6:.1f} MB |
 
 ## How it was made

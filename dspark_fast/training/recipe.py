@@ -21,6 +21,7 @@ from dspark_fast.training.prompts import Prompt, read_prompts, training_prompts
 from dspark_fast.training.responses import Response, generate_responses, merge_parts, read_responses
 from dspark_fast.training.trainer import Trainer, TrainSettings
 from dspark_fast.training.workers import Workers
+from dspark_fast.vocabulary import restricted
 
 HELD_OUT_TOGETHER = 8  # sequences per batch, whatever --sequences is: evaluation looks at the first 8 batches
 
@@ -38,6 +39,8 @@ class Recipe:
         shape: overrides of the drafter's configuration (``num_hidden_layers``, ``block_size``, ``markov_rank``, ...).
         initialise: ``target`` begins as the target's last layers where their shapes allow, ``random`` as the authors.
         live: run the target for every batch instead of keeping its states on disk.
+        whole_vocabulary: write a drafter that can draft every token, though the loss was over a part of them. Else it
+            drafts that part alone, see :mod:`dspark_fast.vocabulary`.
         train: of the optimisation.
         seed: of the prompts' order, the sampling and the initial weights.
     """
@@ -47,6 +50,7 @@ class Recipe:
     shape: dict[str, Any] = field(default_factory=dict)
     initialise: str = "target"
     live: bool = False
+    whole_vocabulary: bool = False
     train: TrainSettings = field(default_factory=TrainSettings)
     seed: int = 0
 
@@ -201,7 +205,10 @@ def train_draft(
 ) -> DSparkDraft:
     """Stage 3: optimise, write the drafter to ``folder / "draft"`` in bf16, and return it in the target's dtype."""
     workers = workers or Workers()
-    Trainer(draft, train, held_out, folder, recipe.train, on_step, workers).run()
+    trainer = Trainer(draft, train, held_out, folder, recipe.train, on_step, workers)
+    trainer.run()
+    if trainer.vocabulary is not None and not recipe.whole_vocabulary:
+        draft = restricted(draft, trainer.vocabulary.ids)
     draft.requires_grad_(False).eval().to(torch.bfloat16)
     if workers.first:
         draft.save_pretrained(folder / "draft")

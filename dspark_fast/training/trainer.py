@@ -143,7 +143,7 @@ class Trainer:
     steps of one worker that accumulates W*A, but for the rounding of sums.
 
     Args:
-        draft: joined to its target, fp32.
+        draft: joined to its target, fp32, one that can draft every token.
         train, held_out: features; ``held_out`` may be empty.
         folder: of ``metrics.jsonl`` and the checkpoint; only the first worker writes.
         settings: see :class:`TrainSettings`.
@@ -152,7 +152,8 @@ class Trainer:
         workers: the processes of this run; this one alone if None.
 
     Raises:
-        ValueError: nothing to train on or nothing to train; top tokens wanted that the features lack.
+        ValueError: nothing to train on or nothing to train; a drafter of a part of the vocabulary; top tokens wanted
+            that the features lack.
     """
 
     def __init__(
@@ -167,6 +168,10 @@ class Trainer:
     ) -> None:
         if not len(train):
             raise ValueError("there are no features to train on")
+        if draft.vocabulary is not None:
+            raise ValueError(
+                f"the drafter drafts {len(draft.vocabulary)} tokens only: train dspark_fast.vocabulary.whole(draft)"
+            )
         self.draft = draft
         self.train_batches, self.held_out = train, held_out
         self.folder, self.settings = folder, settings

@@ -307,6 +307,45 @@ def test_a_row_has_the_same_bits_in_any_batch(head, rank, tiles, walk, dtype, de
                 assert torch.equal(one[0], other[rows.index(row)])
 
 
+@pytest.mark.parametrize("coupled", [False, True], ids=["rejection", "coupled"])
+@pytest.mark.parametrize(
+    "head, candidates, temperatures",
+    [
+        pytest.param("vanilla", 0, TEMPERATURES, id="vanilla"),
+        pytest.param("gated", 0, (0.8, 1.0), id="gated"),
+        pytest.param("rnn", 0, (0.8, 1.0), id="rnn"),
+        pytest.param("vanilla", 9, (0.8, 0.0), id="candidates"),
+        pytest.param("vanilla", 0, (0.0,), id="greedy"),
+    ],
+)
+def test_a_vocabulary(head, candidates, temperatures, coupled, tiles, walk):
+    """A walk over some tokens is the whole one in which the others have -inf: same noise, same tokens, same q."""
+    tiles("narrow", markov_step={"BV": 16, "PARTS": 3})
+    given = problem(head, 5, 4, 200, 8, torch.float32, temperatures=temperatures)
+    summed_exactly(given)
+    vocabulary = torch.randperm(200)[:71].sort().values
+    whole = given | {"base_logits": torch.full_like(given["base_logits"], -INF)}
+    whole["base_logits"][..., vocabulary] = given["base_logits"][..., vocabulary]
+    whole = walk(whole, candidates=candidates, coupled=coupled)
+    given |= {"base_logits": given["base_logits"][..., vocabulary], "w2": given["w2"][vocabulary]}
+    part = walk(given | {"vocabulary": vocabulary}, candidates=candidates, coupled=coupled)
+    twin = reference(**given, vocabulary=vocabulary, candidates=candidates, coupled=coupled)
+    assert torch.equal(part.tokens, whole.tokens) and torch.equal(part.tokens, twin.tokens)
+    assert torch.equal(part.logits, whole.logits[..., vocabulary])
+    assert torch.equal(part.row_max, whole.row_max)
+    torch.testing.assert_close(part.log_sum, whole.log_sum)
+
+
+def test_a_broken_slot_of_a_vocabulary_ends_its_row_alone(walk):
+    given = problem("vanilla", 3, 3, 63, 8, torch.float32)
+    vocabulary = torch.arange(0, 63, 3)
+    given |= {"base_logits": given["base_logits"][..., vocabulary], "w2": given["w2"][vocabulary]}
+    sound = walk(given | {"vocabulary": vocabulary})
+    given["base_logits"][1, 1, 20] = NAN
+    result = walk(given | {"vocabulary": vocabulary})
+    assert result.tokens[1, 1:].eq(-1).all() and torch.equal(result.tokens[[0, 2]], sound.tokens[[0, 2]])
+
+
 @pytest.mark.parametrize("batch, block", [pytest.param(0, 3, id="B0"), pytest.param(2, 0, id="T0")])
 def test_nothing_to_draft(batch, block, device):
     zeros = torch.zeros(batch, dtype=torch.int64, device=device)
