@@ -12,6 +12,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dspark_fast.draft import DSparkDraft
 from dspark_fast.drafters import Drafter, DSparkDrafter, NoDrafter, Noise
+from dspark_fast.engine.compiled import hindrance
 from dspark_fast.engine.eligibility import choose_target
 from dspark_fast.engine.graphs import obstacle
 from dspark_fast.engine.loop import Plan, decode
@@ -55,6 +56,7 @@ class Decoding:
         use_markov: bool,
         off_switch: bool | None,
         use_graph: bool | None,
+        compile_target: bool,
         log_probs: bool,
         stop_strings: str | Sequence[str] | None,
         tokenizer: Any,
@@ -80,6 +82,7 @@ class Decoding:
         self._generator = generator
         self._off_switch = off_switch
         self._use_graph = use_graph
+        self._compile_target = compile_target
         self._log_probs = log_probs
         self._criteria = [] if stop_strings is None else [stop_string_criterion(stop_strings, tokenizer)]
         self._streamer = streamer
@@ -171,6 +174,7 @@ class Decoding:
             on_commit=self._stream,
             path=path,
             graph=self._graphs(model, device, path, processors, bool(wanted)),
+            compiled=self._compiles(model, path),
             strict=self._use_graph is True,
             past=past,
             keep=request.return_dict and path == "ragged",
@@ -204,6 +208,15 @@ class Decoding:
         if why and self._use_graph:
             raise ValueError(f"use_graph is True, but {why}")
         return not why
+
+    def _compiles(self, model: PreTrainedModel, path: str) -> bool:
+        """Whether the target's passes are compiled; raises if they were to be and cannot."""
+        if not self._compile_target:
+            return False
+        why = f"{type(model).__name__} is driven behind its own cache" if path == "own" else hindrance(model)
+        if why:
+            raise ValueError(f"compile_target is True, but {why}")
+        return True
 
     def _check(self, model: PreTrainedModel, request: Request) -> None:
         if self._log_probs and not request.return_dict:
@@ -249,6 +262,7 @@ def decoding(
     use_markov: bool = True,
     off_switch: bool | None = None,
     use_graph: bool | None = None,
+    compile_target: bool = False,
     log_probs: bool = False,
     stop_strings: str | Sequence[str] | None = None,
     tokenizer: Any = None,
@@ -274,6 +288,8 @@ def decoding(
             does not give the same tokens again. None: on, but off in rejection mode with ``seed`` or ``generator``.
         use_graph: replay rounds as CUDA graphs, which keep the caches' memory for the next call
             (:func:`dspark_fast.clear_graphs` frees it). None: where that works. The tokens are the same.
+        compile_target: compile the target's pass over a block with ``torch.compile``, and use that if it is measured to
+            be faster. Compiling takes up to a minute for each new batch size and capacity, once per process.
         log_probs: give ``.log_probs``, fp32 ``[B, n]``: of each new token under the target's own logits, before
             processors, temperature and cuts. It needs ``return_dict_in_generate``.
         stop_strings, tokenizer: as in transformers: a row ends with the token that completes one of the strings, and is
@@ -292,6 +308,7 @@ def decoding(
         use_markov=use_markov,
         off_switch=off_switch,
         use_graph=use_graph,
+        compile_target=compile_target,
         log_probs=log_probs,
         stop_strings=stop_strings,
         tokenizer=tokenizer,
@@ -311,6 +328,7 @@ def generate(
     use_markov: bool = True,
     off_switch: bool | None = None,
     use_graph: bool | None = None,
+    compile_target: bool = False,
     log_probs: bool = False,
     stop_strings: str | Sequence[str] | None = None,
     tokenizer: Any = None,
@@ -325,8 +343,8 @@ def generate(
 
     Args:
         model: any decoder-only transformers model that takes its attention from transformers' interface, in eval mode.
-        draft, verification, seed, generator, confidence_threshold, use_markov, off_switch, use_graph, log_probs,
-            stop_strings, tokenizer, streamer: see :func:`decoding`.
+        draft, verification, seed, generator, confidence_threshold, use_markov, off_switch, use_graph, compile_target,
+            log_probs, stop_strings, tokenizer, streamer: see :func:`decoding`.
         input_ids: int64 ``[B, S]``, left-padded where ``attention_mask`` is 0.
         **kwargs: what ``model.generate`` takes: ``attention_mask``, ``generation_config`` and its overrides
             (``max_new_tokens``, ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``eos_token_id``,
@@ -368,6 +386,7 @@ def generate(
         use_markov=use_markov,
         off_switch=off_switch,
         use_graph=use_graph,
+        compile_target=compile_target,
         log_probs=log_probs,
         stop_strings=stop_strings,
         tokenizer=tokenizer,

@@ -20,6 +20,7 @@ class Seconds:
         verify: the target's passes over the drafts, and acceptance.
         bookkeeping: committing tokens, stop conditions, streaming.
         plain: all of the steps made while speculation was switched off.
+        compilation: compiling the target's passes and timing them.
         graph: rounds and steps that were replayed as CUDA graphs, which cannot be told apart.
     """
 
@@ -28,6 +29,7 @@ class Seconds:
     verify: float = 0.0
     bookkeeping: float = 0.0
     plain: float = 0.0
+    compilation: float = 0.0
     graph: float = 0.0
 
     @property
@@ -37,7 +39,7 @@ class Seconds:
 
     @property
     def after_prefill(self) -> float:
-        """Everything after the prefill."""
+        """Everything after the prefill but compilation, which is once for many calls."""
         return self.rounds + self.plain + self.graph
 
 
@@ -56,6 +58,7 @@ class Stats:
         off_switch: whether it could be switched off at all.
         pauses: how often it was switched off.
         graph: whether rounds were replayed as CUDA graphs.
+        compiled: whether the target's passes were compiled, because that was asked for and is faster.
         acceptance_lengths: by row, the committed tokens of each of its rounds, bonus included. A round that ends on an
             accepted stop token counts what it accepted; one cut by the length limit is not trimmed.
         proposed: by block position, how often a draft there was verified.
@@ -77,6 +80,7 @@ class Stats:
     off_switch: bool = False
     pauses: int = 0
     graph: bool = False
+    compiled: bool = False
     acceptance_lengths: list[list[int]] = field(default_factory=list)
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)

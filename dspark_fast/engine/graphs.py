@@ -145,14 +145,16 @@ def obstacle(model: nn.Module, drafter: Drafter, device: torch.device) -> str | 
     return _refused.get(model)
 
 
-def key_of(model: nn.Module, drafter: Drafter, sampling: Sampling, state: tuple[int, int, int]) -> tuple[Hashable, ...]:
+def key_of(
+    model: nn.Module, drafter: Drafter, sampling: Sampling, state: tuple[int, int, int], *, compiled: bool = False
+) -> tuple[Hashable, ...]:
     """What two calls must have in common to share a workspace; ``state`` is batch, capacity and number of stop tokens.
 
     The weights' addresses are part of it: a graph reads those places, whatever a module points to later.
     """
     places = hash(tuple(one.data_ptr() for one in (*model.parameters(), *model.buffers())))
     modes = (torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
-    return (id(model), places, *state, drafter.capturable, sampling.kind, model.training, modes)
+    return (id(model), places, *state, drafter.capturable, sampling.kind, model.training, modes, compiled)
 
 
 def take(key: Hashable) -> Workspace | None:

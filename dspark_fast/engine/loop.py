@@ -41,6 +41,7 @@ class Plan:
         on_commit: called after every commit. An exception in it, or an interrupt, leaves the model as it was.
         path: ``ragged`` or ``own``, as :func:`~dspark_fast.engine.eligibility.choose_target` says.
         graph: replay rounds as CUDA graphs; see :func:`dspark_fast.engine.graphs.obstacle` for when that works.
+        compiled: compile the target's pass over a block, where that is faster; rounds then have fixed shapes.
         strict: raise if they cannot be captured after all; otherwise they run without.
         past: what is known of the prompts' beginnings; None if nothing is.
         keep: hand back a :class:`~dspark_fast.engine.past.Past`.
@@ -54,6 +55,7 @@ class Plan:
     on_commit: OnCommit = field(default=lambda rows: None)
     path: str = "ragged"
     graph: bool = False
+    compiled: bool = False
     strict: bool = False
     past: Past | None = None
     keep: bool = False
@@ -105,6 +107,10 @@ def decode(
             reader.queue(None)
             with clock.part("bookkeeping"):
                 reader.read(all_of_it=True)
+            if plan.compiled and not reader.done:
+                with clock.part("compilation"):
+                    blocks = {work.drafter.block_size + 1, *([1] if plan.switch is not None else [])}
+                    stats.compiled = target.compile(len(prompts), sorted(blocks))
             started = time.perf_counter()
             while not reader.done:
                 drafting = plan.switch is None or plan.switch.drafts()
@@ -112,7 +118,8 @@ def decode(
                     work.run(rounds, drafting=drafting)
                 else:
                     _make_room(work, target, reader.longest + work.drafter.block_size + 1)
-                    rounds.run(reader.longest + work.drafter.block_size, drafting=drafting)
+                    end = None if stats.compiled else reader.longest + work.drafter.block_size
+                    rounds.run(end, drafting=drafting)
                 reader.queue(drafting)
                 with rounds.part("bookkeeping" if drafting else "plain"):
                     heard = reader.read()
@@ -178,14 +185,18 @@ def _past(work: Workspace, lengths: list[int], model: PreTrainedModel, *, copied
 def _workspace(
     model: PreTrainedModel, drafter: Drafter, prompts: torch.Tensor, prompt_lengths: torch.Tensor, plan: Plan
 ) -> Iterator[Workspace]:
-    """The call's tensors: new ones that can grow; or, for graphs, all that it may need, kept from a call like it."""
+    """The call's tensors: new ones that can grow; or all that it may need, for graphs kept from a call like it."""
     (batch, width), block, limits = prompts.shape, drafter.block_size, plan.limits
     # The last round begins one token short of the end and writes a block behind that.
     most = width + limits.new_tokens + block + 1
     capacity, sampling, key = room(width + block + 2, most), plan.sampling, None
+    if plan.graph or plan.compiled:
+        capacity = bucket(most)
     if plan.graph:
-        capacity, sampling = bucket(most), sampling.per_row()
-        key = graphs.key_of(model, drafter, sampling, (batch, capacity, len(limits.stop_tokens)))
+        sampling = sampling.per_row()
+        key = graphs.key_of(
+            model, drafter, sampling, (batch, capacity, len(limits.stop_tokens)), compiled=plan.compiled
+        )
     work = graphs.take(key) if plan.graph else None
     if plan.graph and work is None and prompts.is_cuda:
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from dspark_fast.engine.attention import attending, check_attended, ragged
 from dspark_fast.engine.cache import RaggedCache
+from dspark_fast.engine.compiled import chosen, compiling
 from dspark_fast.engine.own_cache import OnFeatures, OwnCacheTarget
 from dspark_fast.engine.taps import Taps, tapped
 
@@ -47,6 +49,7 @@ class RaggedTarget:
         self.cache = cache
         self._taps = taps
         self._checked = False
+        self._compiled: set[int] = set()
 
     @property
     def memory(self) -> int:
@@ -97,6 +100,31 @@ class RaggedTarget:
         Returns:
             Logits ``[B, T, V]``, features ``[B, T, m*H]`` (None without taps).
         """
+        if ids.shape[1] in self._compiled:
+            with compiling():
+                return _compiled_pass()(self, ids, None)
+        return self._pass(ids, end)
+
+    def compile(self, batch: int, lengths: Sequence[int]) -> bool:
+        """Compile the passes over blocks of these lengths, where that is faster; after the prefill.
+
+        Their shapes are fixed: from here on ``end`` counts for nothing there, and the cache must not grow.
+
+        Returns:
+            Whether any compiled pass is faster.
+        """
+        cache, device = self.cache, self.cache.lengths.device
+        for length in lengths:
+            ids = torch.zeros(batch, length, dtype=torch.long, device=device)
+            shape = (batch, length, cache.capacity, tuple(self._taps.layer_ids), str(self.model.dtype), str(device))
+            # What these passes write lies behind every row's length: it is rolled back already.
+            with compiling():
+                passes = (partial(work, self, end=None) for work in (RaggedTarget._pass, _compiled_pass()))
+                if chosen(self.model, shape, *passes, ids):
+                    self._compiled.add(length)
+        return bool(self._compiled)
+
+    def _pass(self, ids: torch.Tensor, end: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits = self._forward(ids, self.cache.begin(ids.shape[1], end), 0)
         return logits, self._features()
 
@@ -120,6 +148,12 @@ class RaggedTarget:
 
     def _features(self) -> torch.Tensor | None:
         return self._taps.take() if self._taps.layer_ids else None
+
+
+@cache
+def _compiled_pass() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """Called with the hooks of the taps set, so they are in the trace. Made late: it imports half a compiler."""
+    return torch.compile(RaggedTarget._pass, fullgraph=True, dynamic=False)
 
 
 @contextmanager

@@ -1,0 +1,73 @@
+"""The target's pass over a block, compiled by us and kept if it is faster than the plain one."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+#: Pairs of a plain and a compiled pass that are timed, alternately, to choose.
+PAIRS = 5
+
+#: Shapes that one process may have compiled (batches, capacities, models); torch's own bound of 8 would raise.
+MOST = 64
+
+Pass = Callable[[torch.Tensor], object]
+
+_faster: WeakKeyDictionary[nn.Module, dict[Hashable, bool]] = WeakKeyDictionary()
+
+
+def hindrance(model: nn.Module) -> str | None:
+    """Why passes of ``model`` cannot be compiled here; None if they can."""
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return "the target has forward hooks, which a compiled pass would not run"
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        return "the target is spread over several devices"
+    return None
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """For our own compiled passes: elsewhere in a call everything runs eagerly."""
+    with torch.compiler.set_stance("default"), torch._dynamo.config.patch(recompile_limit=MOST):
+        yield
+
+
+def chosen(model: nn.Module, shape: Hashable, plain: Pass, compiled: Pass, ids: torch.Tensor) -> bool:
+    """Whether ``compiled`` is the faster pass over ``ids``; compiles it at the first question about a shape.
+
+    Both are run, so they must be such that running them again changes nothing. What cannot be compiled is not faster,
+    with a warning that says why.
+
+    Args:
+        model: whose passes they are.
+        shape: everything that a compiled pass depends on.
+        ids: int64 ``[B, T]``.
+    """
+    known = _faster.setdefault(model, {})
+    if shape not in known:
+        try:
+            compiled(ids)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(f"the target's pass cannot be compiled and runs plainly: {reason}", stacklevel=2)
+            known[shape] = False
+            return False
+        pairs = [(_seconds(plain, ids), _seconds(compiled, ids)) for _ in range(PAIRS)]
+        known[shape] = statistics.median(one / other for one, other in pairs) > 1
+    return known[shape]
+
+
+def _seconds(work: Pass, ids: torch.Tensor) -> float:
+    wait = torch.cuda.synchronize if ids.is_cuda else lambda: None
+    wait()
+    start = time.perf_counter()
+    work(ids)
+    wait()
+    return time.perf_counter() - start
