@@ -74,7 +74,8 @@ class Drafter(Protocol):
     """A model that proposes. One instance serves one call of ``generate`` at a time.
 
     One that also has ``capturable`` and ``restart`` (see :class:`DSparkDrafter`) can be part of a CUDA graph; one that
-    has ``context`` and ``resume`` goes on from ``past_key_values``.
+    has ``context`` and ``resume`` goes on from ``past_key_values``; with one that has ``select``, finished rows leave the
+    batch.
     """
 
     #: most tokens it proposes in a round
@@ -125,6 +126,9 @@ class NoDrafter:
 
     def restart(self) -> None:
         pass
+
+    def select(self, rows: torch.Tensor) -> None:
+        self._none, self._zero = self._none[rows], self._zero[rows]
 
     def commit(
         self, tokens: torch.Tensor, features: torch.Tensor | None, offsets: torch.Tensor, counts: torch.Tensor
@@ -181,6 +185,16 @@ class DSparkDrafter:
     def restart(self) -> None:
         """Begin again with the same rows and room, without moving a tensor."""
         self.context.absent.zero_()
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Go on with these rows alone, int64 ``[n]``, in new tensors."""
+        context = self.context
+        context.keys, context.values, context.absent = (
+            context.keys[:, rows],
+            context.values[:, rows],
+            context.absent[rows],
+        )
+        self._full, self._logits = self._full[rows], None
 
     def resume(self, context: Context | None, known: torch.Tensor) -> None:
         """Go on after :meth:`begin` from a context of the same drafter, in place.

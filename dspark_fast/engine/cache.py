@@ -29,6 +29,11 @@ class RaggedLayer(CacheLayerMixin):
         if self.is_initialized:
             self.keys, self.values = (widened(states, 1, capacity) for states in (self.keys, self.values))
 
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep these rows alone, int64 ``[n]``."""
+        if self.is_initialized:
+            self.keys, self.values = (states[rows.to(states.device)] for states in (self.keys, self.values))
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,6 +92,13 @@ class RaggedCache(Cache):
         for layer in self.layers:
             layer.grow(capacity)
         self.capacity = capacity
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep these rows alone, int64 ``[n]``: what a pass costs is of them."""
+        for layer in self.layers:
+            layer.select(rows)
+        self.lengths = self.lengths[rows]
+        self.masks.clear()
 
     def copy_(self, other: RaggedCache, lengths: torch.Tensor) -> None:
         """Take the first ``lengths`` ``[B]`` tokens of each row of another cache, which has no more than fit."""

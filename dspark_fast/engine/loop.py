@@ -111,6 +111,7 @@ def decode(
                 with clock.part("compilation"):
                     blocks = {work.drafter.block_size + 1, *([1] if plan.switch is not None else [])}
                     stats.compiled = target.compile(len(prompts), sorted(blocks))
+            leaving = _may_leave(plan, work.drafter, stats)
             started = time.perf_counter()
             while not reader.done:
                 drafting = plan.switch is None or plan.switch.drafts()
@@ -129,12 +130,30 @@ def decode(
                 if plan.switch is not None:
                     for drafted, tokens in heard:
                         plan.switch.note(drafted, now - started, tokens)
+                if leaving and not reader.done and (live := reader.leave()) is not None:
+                    _weigh(stats, target, work.drafter)
+                    rounds.select(torch.tensor(live, device=prompts.device))
+                    if plan.switch is not None:
+                        plan.switch.forget()
+                    now = time.perf_counter()
                 started = now
         stats.graph = plan.graph and work.refused is None
         stats.capacity = work.state.capacity
-        stats.memory = {"target": target.memory, "drafter": work.drafter.memory}
+        _weigh(stats, target, work.drafter)
         stats.pauses = plan.switch.pauses if plan.switch is not None else 0
         return Decoded(reader.rows, stats, _past(work, reader.lengths, model, copied=plan.graph) if plan.keep else None)
+
+
+def _weigh(stats: Stats, target: Target, drafter: Drafter) -> None:
+    """Caches are largest before rows leave or after they have grown."""
+    for name, one in (("target", target), ("drafter", drafter)):
+        stats.memory[name] = max(one.memory, stats.memory.get(name, 0))
+
+
+def _may_leave(plan: Plan, drafter: Drafter, stats: Stats) -> bool:
+    """Whether finished rows can leave the batch: where shapes are fixed, or somebody keeps count of rows, they stay."""
+    counted = plan.sampling.processors is not None or plan.outputs is not None or plan.keep
+    return plan.path == "ragged" and not (plan.graph or stats.compiled or counted) and hasattr(drafter, "select")
 
 
 def _prefill(

@@ -45,6 +45,7 @@ class Reader:
         self._waiting: deque[tuple[torch.Tensor, torch.cuda.Event | None, bool | None]] = deque()
         self.lengths: list[int] = state.lengths.tolist()
         self._written = list(self.lengths)  # with what was cut off, which stays where it is
+        self._places = list(range(len(self.lengths)))  # which row each of the state's is
         self.rows: list[list[int]] = [[] for _ in self.lengths]
         self.finished = [False] * len(self.lengths)
 
@@ -56,11 +57,22 @@ class Reader:
     @property
     def longest(self) -> int:
         """Tokens of the longest row on the device as far as read, what was cut off included."""
-        return max(self._written)
+        return max(self._written[row] for row in self._places)
 
     @property
     def done(self) -> bool:
         return all(self.finished)
+
+    def leave(self) -> list[int] | None:
+        """Which of the state's rows to go on with, if a quarter of them is finished: the state is to select these.
+
+        Not at once for each: all caches are copied, which a quarter of the rows pays for within a few rounds.
+        """
+        live = [place for place, row in enumerate(self._places) if not self.finished[row]]
+        if not live or 4 * len(live) > 3 * len(self._places):
+            return None
+        self._places = [self._places[place] for place in live]
+        return live
 
     def queue(self, drafted: bool | None) -> None:
         """Copy the report of the round just made (or just sent to the GPU); ``drafted`` is None for the prefill."""
@@ -92,13 +104,12 @@ class Reader:
         return heard
 
     def _take(self, report: list[list[int]], drafted: bool | None) -> float:
-        rows: list[list[int]] = []
+        rows: list[list[int]] = [[] for _ in self.rows]
         live, stopped = 0, False
-        for row, line in enumerate(report):
+        for row, line in zip(self._places, report):
             run = line[RUN : RUN + line[TAKEN]]
             self._written[row] += len(run)
             if self.finished[row]:
-                rows.append([])
                 continue
             live += 1
             if -1 in run:
@@ -118,13 +129,13 @@ class Reader:
             self._stats.new_tokens[row] += len(run)
             if drafted:
                 self._stats.count(row, acceptance, line[PROPOSED], line[ACCEPTED])
-            rows.append(run)
+            rows[row] = run
         self._stats.rounds += bool(drafted and live)
         self._stats.plain_steps += bool(drafted is False and live)
         self._on_commit(rows)
         if stopped:
             # The device learns of it before the next round; it may have made one more meanwhile.
             on_device = self._state.finished
-            known = torch.tensor(self.finished, pin_memory=on_device.is_cuda)
+            known = torch.tensor([self.finished[row] for row in self._places], pin_memory=on_device.is_cuda)
             on_device |= known.to(on_device.device, non_blocking=True)
         return sum(map(len, rows)) / live if live else 0.0

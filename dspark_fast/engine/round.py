@@ -56,6 +56,11 @@ class Sampling:
         }
         return replace(self, cuts=Cuts(**cuts))
 
+    def select(self, rows: torch.Tensor) -> Sampling:
+        """Of these rows alone, int64 ``[n]``; for numbers as cuts and no processors."""
+        noise = replace(self.noise, temperature=self.noise.temperature[rows], seed=self.noise.seed[rows])
+        return replace(self, noise=noise)
+
     def copy_(self, other: Sampling) -> None:
         """Take the values of ``other``, which is of the same :attr:`kind`, without moving a tensor."""
         self.noise.temperature.copy_(other.noise.temperature)
@@ -98,6 +103,13 @@ class Round:
         """Read the prompts and commit each row's first token; arguments as of :meth:`Target.prefill`."""
         logits = self.target.prefill(tokens, counts, self.drafter.commit)
         self._commit(logits, self._nothing, self._nothing.lengths)
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Go on with these rows alone, int64 ``[n]``."""
+        for one in (self.target, self.drafter, self.state):
+            one.select(rows)
+        self.sampling = self.sampling.select(rows)
+        self._nothing = Proposal(*self.state.no_drafts)
 
     def run(self, end: int | None, *, drafting: bool) -> None:
         """One round.

@@ -70,6 +70,12 @@ class DecodingState:
         self.stop_tokens.copy_(limits.stop_tokens)
         self.finished.zero_()
 
+    def select(self, rows: torch.Tensor) -> None:
+        """Go on with these rows alone, int64 ``[n]``, in new tensors."""
+        for name in ("tokens", "lengths", "ends", "finished", "report"):
+            setattr(self, name, getattr(self, name)[rows])
+        self.no_drafts = self.no_drafts[0][rows], self.no_drafts[1][rows]
+
     @property
     def capacity(self) -> int:
         """C."""

@@ -58,6 +58,12 @@ class Switch:
         """Seconds of a plain step, None before one was timed."""
         return _usual(self._steps) if self._steps else None
 
+    def forget(self) -> None:
+        """Rows have left the batch: what steps and rounds took before says nothing any more; a step is timed at once."""
+        for timed in (self._steps, self._recent, self._since):
+            timed.clear()
+        self._settled, self._left = self._owed, max(self._left, 1)
+
     def drafts(self) -> bool:
         """Whether the next round drafts."""
         return self._left == 0

@@ -58,6 +58,10 @@ class RaggedTarget:
     def grow(self, capacity: int) -> None:
         self.cache.grow(capacity)
 
+    def select(self, rows: torch.Tensor) -> None:
+        """Go on with these rows alone, int64 ``[n]``."""
+        self.cache.select(rows)
+
     def prefill(self, tokens: torch.Tensor, counts: torch.Tensor, on_features: OnFeatures) -> torch.Tensor:
         """Read tokens that follow what is cached.
 
