@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from dspark_fast import ops
+from dspark_fast.backend import choose
 from dspark_fast.engine.cache import RaggedCache
 from dspark_fast.engine.masked_attention import masked_attention
 
@@ -100,7 +101,9 @@ def ragged_attention(
         groups = query.shape[1] // key.shape[1]
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=groups > 1)
         return out.transpose(1, 2).contiguous(), None
-    if s_aux is not None or block > ops.LONGEST_BLOCK:
+    # One row needs no mask but the triangle of its block, which the reference keeps; kernels need none at all.
+    shared = len(query) > 1 and softcap is None and choose(None, query) == "reference"
+    if s_aux is not None or block > ops.LONGEST_BLOCK or shared:
         options = {"scale": scale, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
         return masked_attention(query, key, value, cache, **options), None
     out = ops.block_attention(

@@ -1,10 +1,11 @@
-"""Block attention where the kernels do not go: long blocks against a long cache, and attention sinks."""
+"""Block attention where the kernels do not go: long blocks against a long cache, attention sinks, batches on a CPU."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
+from dspark_fast import ops
 from dspark_fast.engine.cache import RaggedCache
 from dspark_fast.reference.block_attention import visible_keys
 
@@ -39,8 +40,15 @@ def masked_attention(
     """
     batch, heads, block, _ = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
-    mask = _mask(cache, block, keys, window, query.device)
     groups = query.unflatten(1, (kv_heads, heads // kv_heads))  # [B, Hkv, G, T, D]
+    if softcap is None and sinks is None and block <= ops.LONGEST_BLOCK and query.device.type == "cpu":
+        # The heads of a group as rows of one product. With a bool mask SDPA would make this one again for every layer:
+        # 227 us a layer instead of 161, of 8 rows and 160 keys.
+        rows = groups.flatten(2, 3)
+        bias = _mask(cache, block, keys, window, query.device, like=query.dtype, groups=groups.shape[2])
+        part = F.scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scale)
+        return part.unflatten(2, groups.shape[2:4]).permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous()
+    mask = _mask(cache, block, keys, window, query.device)
     out = query.new_empty(batch, block, kv_heads, heads // kv_heads, value.shape[-1])
     if softcap is None and sinks is None:
         # One query head of each group at a time: K and V need no copy per query head and the mask none per group, and
@@ -63,10 +71,27 @@ def masked_attention(
     return out.flatten(2, 3)
 
 
-def _mask(cache: RaggedCache, block: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """bool ``[B, 1, T, S]``: what each query may read. Every layer of a pass with this window asks for the same one."""
-    asked = block, keys, window, device
+def _mask(
+    cache: RaggedCache,
+    block: int,
+    keys: int,
+    window: int | None,
+    device: torch.device,
+    *,
+    like: torch.dtype | None = None,
+    groups: int = 1,
+) -> torch.Tensor:
+    """What each query may read, ``[B, 1, G*T, S]``. Every layer of a pass with this window asks for the same one.
+
+    Args:
+        like: give 0 and -inf of this dtype instead of true and false.
+        groups: G; the mask comes so many times.
+    """
+    asked = block, keys, window, device, like, groups
     if asked not in cache.masks:
         lengths = (cache.lengths + block).to(device)
-        cache.masks[asked] = visible_keys(lengths, block, keys, causal=True, window=window)[:, None]
+        mask = visible_keys(lengths, block, keys, causal=True, window=window)[:, None].repeat(1, 1, groups, 1)
+        if like is not None:
+            mask = torch.zeros(mask.shape, dtype=like, device=device).masked_fill_(~mask, float("-inf"))
+        cache.masks[asked] = mask
     return cache.masks[asked]

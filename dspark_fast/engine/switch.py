@@ -59,7 +59,7 @@ class Switch:
         return _usual(self._steps) if self._steps else None
 
     def forget(self) -> None:
-        """Rows have left the batch: what steps and rounds took before says nothing any more; a step is timed at once."""
+        """Rows have left the batch: what steps and rounds took says nothing any more. A step is timed at once."""
         for timed in (self._steps, self._recent, self._since):
             timed.clear()
         self._settled, self._left = self._owed, max(self._left, 1)
