@@ -4,7 +4,7 @@
     python bench/bench_engine.py --only worst --repeats 15
 
 Parts, each refused if its fp32 tokens are not those of ``model.generate``: ``passes``, what n tokens cost in one pass
-of the target; ``prompts``, ten prompts alone; ``batch``, eight of them together; ``worst``, a drafter of random
+of the target; ``prompts``, ten prompts alone; ``compiled``, the same with ``compile_target``; ``batch``, eight of them together; ``worst``, a drafter of random
 weights, which the off-switch has to find out; ``profile``, the share of a round outside model and ops. Prompts are
 decoded to a fixed length, without stop tokens. Writes ``engine.json``; a part that is left out stays as it was.
 """
@@ -47,7 +47,7 @@ PROMPTS = [
 ]
 # Its answer goes on for more than 256 tokens: behind an end the target repeats itself, which is easy to draft.
 LONG = "Write a long story about a lighthouse keeper and his dog."
-PARTS = ("passes", "prompts", "batch", "worst", "profile")
+PARTS = ("passes", "prompts", "compiled", "batch", "worst", "profile")
 
 
 class Bench:
@@ -106,6 +106,14 @@ class Bench:
             {"prompt": prompt, **self.pairs([prompt], self.draft, self.exact_draft, self.repeats, self.new_tokens)}
             for prompt in PROMPTS
         ]
+        return {"rows": rows, "mean_speedup": statistics.mean(row["speedup"] for row in rows)}
+
+    def compiled(self) -> dict[str, Any]:
+        """As ``prompts``, our target compiled, transformers' not."""
+        rows = []
+        for prompt in PROMPTS:
+            settings = {"repeats": self.repeats, "new": self.new_tokens, "compile_target": True}
+            rows.append({"prompt": prompt, **self.pairs([prompt], self.draft, self.exact_draft, **settings)})
         return {"rows": rows, "mean_speedup": statistics.mean(row["speedup"] for row in rows)}
 
     def batch(self) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class DSparkConfig(Qwen3Config):
             "hidden_act": "silu",
             "max_position_embeddings": target.max_position_embeddings,
             "rms_norm_eps": getattr(target, "rms_norm_eps", 1e-6),
-            "rope_parameters": {"rope_type": "default", "rope_theta": _rope_theta(target)},
+            "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta_of(target)},
             "dtype": target.dtype,
             "num_target_layers": depth,
             "target_layer_ids": default_taps(depth),
@@ -162,7 +162,7 @@ def _intermediate_size(target: PreTrainedConfig) -> int:
     return 4 * target.hidden_size
 
 
-def _rope_theta(target: PreTrainedConfig) -> float:
+def rope_theta_of(target: PreTrainedConfig) -> float:
     """The base of the target's (full-attention) rotary frequencies, 10,000 if it has none."""
     rope = getattr(target, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)

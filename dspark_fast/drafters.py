@@ -74,8 +74,8 @@ class Drafter(Protocol):
     """A model that proposes. One instance serves one call of ``generate`` at a time.
 
     One that also has ``capturable`` and ``restart`` (see :class:`DSparkDrafter`) can be part of a CUDA graph; one that
-    has ``context`` and ``resume`` goes on from ``past_key_values``; with one that has ``select``, finished rows leave the
-    batch.
+    has ``context`` and ``resume`` goes on from ``past_key_values``; with one that has ``select``, finished rows leave
+    the batch.
     """
 
     #: most tokens it proposes in a round

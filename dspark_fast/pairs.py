@@ -70,7 +70,7 @@ def load(
     for what, given in (("target", name), ("drafter", draft)):
         if given is not None and str(given).startswith(("/", ".", "~")) and not Path(given).expanduser().is_dir():
             raise ValueError(f"the {what} is {str(given)!r}, and there is no such folder")
-    folder = _draft_folder(name, draft, progress=progress, offline=offline)  # first: it is the smaller of the two
+    folder = draft_folder(name, draft, progress=progress, offline=offline)  # first: it is the smaller of the two
     model, tokenizer = load_target(
         name, best_dtype(device) if dtype is None else dtype, device, progress=progress, offline=offline
     )
@@ -123,7 +123,7 @@ def chosen_device(device: torch.device | str | None) -> torch.device:
     return device
 
 
-def _draft_folder(name: str, draft: str | os.PathLike[str] | None, *, progress: bool, offline: bool) -> Path:
+def draft_folder(name: str, draft: str | os.PathLike[str] | None, *, progress: bool, offline: bool) -> Path:
     """The drafter's folder, downloaded if need be."""
     if draft is None:
         pair = PAIRS.get(name)

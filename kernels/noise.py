@@ -20,7 +20,7 @@ _LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)  # the largest fp32 below 1
 def accept_uniform(seed, position, anchor):
     """The uniform in [0, 1) that judges the drafted token at ``position``: fp32, the shape of the arguments."""
     word, _, _, _ = tl.philox(seed, (position * 0).to(tl.int32), position.to(tl.int32), anchor.to(tl.int32), ACCEPT)
-    return (word >> 8).to(tl.float32) * 2.0**-24
+    return tl.minimum(word.to(tl.float32) * 2.0**-32, _LARGEST_UNIFORM)
 
 
 @triton.jit

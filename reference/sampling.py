@@ -32,12 +32,13 @@ def per_row(value: Tensor | Number, batch: int, dtype: torch.dtype, device: torc
 def accept_uniform(seed: Tensor, position: Tensor, anchor: Tensor) -> Tensor:
     """The uniform that judges the drafted token at ``position``: fp32 in [0, 1), broadcast shape of the inputs.
 
-    seed, position, anchor: int64. 24 bits are used, so every value is exact in fp32 and 1 cannot occur: with the strict
-    test ``u * q < p`` a token of p = 0 is never accepted and one of p >= q > 0 always is.
+    seed, position, anchor: int64. With the strict test ``u * q < p`` a token of p = 0 is never accepted and one of
+    p >= q > 0 always is, since u is held below 1. All 32 bits are used: with the 24 that fp32 has below 1 a draft of
+    p / q = 1e-8 would be kept six times too often. Small values are exact, large ones rounded.
     """
     zero = torch.zeros((), dtype=torch.int64, device=position.device)
     word = philox(zero, position, anchor, zero + ACCEPT, seed)[0]
-    return (word >> 8).float() * 2.0**-24
+    return (word.float() * 2.0**-32).clamp_(max=LARGEST_UNIFORM)
 
 
 def _to_exponential(words: Tensor) -> Tensor:

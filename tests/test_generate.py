@@ -58,6 +58,18 @@ def test_greedy_is_what_the_target_says(family, drafter, lengths, make_target, m
     assert ours.stats.rounds == rounds.get(drafter, ours.stats.rounds)
 
 
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])
+def test_sixteen_ragged_rows(family, make_target, make_draft, prompts):
+    """Two tiles of rows, from 1 token to 90, with the drafter's own speed in each; they end where they end."""
+    model, batch = make_target(family), prompts((1, 90, 5, 33, 2, 64, 7, 7, 12, 1, 48, 3, 21, 80, 9, 4))
+    stops = list(range(3, 97, 9))
+    settings = {"attention_mask": batch.attention_mask, "max_new_tokens": 40, "do_sample": False}
+    settings |= {"eos_token_id": stops, "pad_token_id": 0}
+    truth = model.generate(batch.input_ids, **settings)
+    out = dspark_fast.generate(model, make_draft(model), batch.input_ids, **settings)
+    assert torch.equal(out, truth) and len(set(out.stats.new_tokens)) > 4
+
+
 WINDOWS = {
     "Mistral": {"sliding_window": 5},
     "Gemma2": {"sliding_window": 5, "head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},

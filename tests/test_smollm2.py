@@ -23,6 +23,23 @@ def loaded():
     return dspark_fast.load("HuggingFaceTB/SmolLM2-135M-Instruct", dtype=torch.float32)
 
 
+@pytest.mark.parametrize("batch", [4, 16])
+def test_the_same_words_in_a_ragged_batch(batch, loaded):
+    """Rows of unlike lengths, padded on the left, that end at unlike times."""
+    model, draft, tokenizer = loaded
+    tokenizer.padding_side = "left"
+    prompts = [[{"role": "user", "content": prompt}] for prompt in list(PROMPTS.values()) * 4][:batch]
+    for number, messages in enumerate(prompts):
+        messages[0]["content"] += " Be brief." * (number // len(PROMPTS))
+    ids = tokenizer.apply_chat_template(
+        prompts, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    settings = {**ids, "max_new_tokens": 48, "do_sample": False}
+    out = dspark_fast.generate(model, draft, **settings)
+    assert torch.equal(out, model.generate(**settings))
+    assert len(set(out.stats.new_tokens)) > 1 and out.stats.acceptance_length > 1.3
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 def test_the_same_words_in_fp32(prompt, temperature, loaded):

@@ -87,7 +87,7 @@ def test_collect_and_measure(model, tokenizer, make_draft, tmp_path, monkeypatch
         collect(model, tokenizer, out, recipe, [-1, 0])
 
     two = [make_prompt("chat", ({"role": "user", "content": text},)) for text in ("One?", "Two?")]
-    monkeypatch.setattr(evaluate, "_built_in", lambda count, seed: two)
+    monkeypatch.setattr(evaluate, "built_in_prompts", lambda count, seed: two)
     results = measure(model, tokenizer, draft, out)
     saved = json.loads((out / "acceptance.json").read_text())
     assert [(one["domain"], one["prompts"]) for one in saved] == [(one.domain, one.prompts) for one in results]
@@ -110,7 +110,7 @@ def command(model, tokenizer, tmp_path, monkeypatch):
     mine.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in chosen))
     # Looking through the package's own prompts for held-out ones takes seconds.
     monkeypatch.setattr(
-        evaluate, "_built_in", lambda count, seed: [make_prompt("chat", ({"role": "user", "content": "Hi"},))] * count
+        evaluate, "built_in_prompts", lambda count, seed: [make_prompt("chat", ({"role": "user", "content": "Hi"},))] * count
     )
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda self, path, **_: path.write_bytes(b"\x89PNG"))
 

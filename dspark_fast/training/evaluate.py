@@ -90,7 +90,7 @@ def held_out_prompts(
     if prompt_files and not mine:
         raise ValueError(f"no prompt stands in {', '.join(map(str, prompt_files))}")
     found = []
-    for prompt in mine or _built_in(per_domain, seed):
+    for prompt in mine or built_in_prompts(per_domain, seed):
         messages = list(prompt.messages)
         try:
             try:
@@ -106,7 +106,7 @@ def held_out_prompts(
     return found
 
 
-def _built_in(per_domain: int, seed: int) -> list[Prompt]:
+def built_in_prompts(per_domain: int, seed: int) -> list[Prompt]:
     """The first held-out prompts of each domain, one domain after the other."""
     found: dict[str, list[Prompt]] = {domain: [] for domain in SHARES}
     for prompt in islice(training_prompts(seed), SEARCH):
