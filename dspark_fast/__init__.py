@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dspark_fast.autoregressive import AutoregressiveDrafter, first_layers
     from dspark_fast.config import DSparkConfig
     from dspark_fast.draft import DSparkDraft
     from dspark_fast.engine.graphs import clear_graphs
@@ -18,14 +19,26 @@ if TYPE_CHECKING:
     from dspark_fast.stats import Stats
 
 __version__ = "0.1.0"
-__all__ = ["DSparkConfig", "DSparkDraft", "Stats", "clear_graphs", "decoding", "generate", "load"]
+__all__ = [
+    "AutoregressiveDrafter",
+    "DSparkConfig",
+    "DSparkDraft",
+    "Stats",
+    "clear_graphs",
+    "decoding",
+    "first_layers",
+    "generate",
+    "load",
+]
 
 _HOMES = {
+    "AutoregressiveDrafter": "dspark_fast.autoregressive",
     "DSparkConfig": "dspark_fast.config",
     "DSparkDraft": "dspark_fast.draft",
     "Stats": "dspark_fast.stats",
     "clear_graphs": "dspark_fast.engine.graphs",
     "decoding": "dspark_fast.generation",
+    "first_layers": "dspark_fast.autoregressive",
     "generate": "dspark_fast.generation",
     "load": "dspark_fast.pairs",
 }

@@ -15,50 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from dspark_fast import generation
+from dspark_fast.divergence import FirstDifference, first_difference
 from dspark_fast.draft import DSparkDraft
 from dspark_fast.drafters import Drafter
 from dspark_fast.gumbel import GumbelMax
-from dspark_fast.reference.sampling import cut_logits
 from dspark_fast.stats import Stats
-
-
-@dataclass
-class FirstDifference:
-    """Where two decodings of one prompt part.
-
-    Attributes:
-        index: how many new tokens are the same.
-        ours, baseline: the token that follows in each, None where that one has ended.
-        ours_text, baseline_text: the same as text.
-        logit_gap: how far the target's logits of the two tokens are apart, in one pass over the common prefix.
-        score_gap: the same after temperature, cuts and noise, in units of logits; infinite (None in JSON) if the cuts
-            leave only one of the two. Equal to ``logit_gap`` for greedy decoding.
-        rounding: how far rounding alone moves logits at this place: the largest difference between that pass and one
-            that reads the prefix from a cache and its last token by itself; at least one unit in the last place.
-        near_tie: whether rounding explains the difference: ``score_gap`` is at most twice ``rounding``.
-    """
-
-    index: int
-    ours: int | None
-    baseline: int | None
-    ours_text: str
-    baseline_text: str
-    logit_gap: float | None = None
-    score_gap: float | None = None
-    rounding: float | None = None
-    near_tie: bool = False
-
-    def sentence(self) -> str:
-        """The difference in words."""
-        start = f"the first {self.index} tokens are the same, then ours has {_quoted(self.ours, self.ours_text)} "
-        start += f"and transformers {_quoted(self.baseline, self.baseline_text)}"
-        if self.logit_gap is None or self.score_gap is None:
-            return f"{start}: a difference that rounding does not explain"
-        gap = f"{start}; their logits are {self.logit_gap:.3g} apart"
-        if self.score_gap != self.logit_gap:
-            gap += f" (with the noise {self.score_gap:.3g})"
-        verdict = "a near-tie" if self.near_tie else "a difference that rounding does not explain"
-        return f"{gap} where rounding alone moves a logit by up to {self.rounding:.3g}: {verdict}"
 
 
 @dataclass
@@ -235,52 +196,6 @@ def compare(
     return _summary(model, pairs, input_ids, seed, first, plain, difference)
 
 
-@torch.no_grad()
-def first_difference(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    ours: list[int],
-    baseline: list[int],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    processor: GumbelMax | None = None,
-) -> FirstDifference | None:
-    """The first place where two continuations of ``input_ids`` ``[1, S]`` differ, judged by the target itself.
-
-    Args:
-        ours, baseline: new token ids.
-        tokenizer: shows tokens as text; ids without one.
-        processor: what the baseline sampled with; None for greedy decoding.
-
-    Returns:
-        None if there is no difference.
-    """
-    if ours == baseline:
-        return None
-    index = next((i for i, (a, b) in enumerate(zip(ours, baseline)) if a != b), min(len(ours), len(baseline)))
-    ids = [tokens[index] if index < len(tokens) else None for tokens in (ours, baseline)]
-    texts = ["" if i is None else tokenizer.decode([i]) if tokenizer is not None else f"token {i}" for i in ids]
-    found = FirstDifference(index, ids[0], ids[1], texts[0], texts[1])
-    if ids[0] is None or ids[1] is None:
-        return found
-
-    prefix = torch.cat([input_ids, input_ids.new_tensor([ours[:index]])], dim=1)
-    raw = model(input_ids=prefix, logits_to_keep=1).logits[:, -1]
-    logits = raw.float()
-    found.rounding = torch.finfo(raw.dtype).eps * logits[0, ids].abs().max().item()
-    if prefix.shape[1] > 1:
-        past = model(input_ids=prefix[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
-        stepped = model(input_ids=prefix[:, -1:], past_key_values=past, logits_to_keep=1).logits[:, -1].float()
-        found.rounding = max(found.rounding, (stepped - logits).abs().max().item())
-    found.logit_gap = found.score_gap = abs(logits[0, ids[0]] - logits[0, ids[1]]).item()
-    if processor is not None:
-        kept = cut_logits(logits, processor.temperature, processor.top_k, processor.top_p, processor.min_p)[0, ids]
-        scores = processor(prefix, logits)[0, ids]
-        both = bool(kept.isfinite().all())
-        found.score_gap = abs(scores[0] - scores[1]).item() * processor.temperature if both else math.inf
-    found.near_tie = found.score_gap <= 2 * found.rounding
-    return found
-
-
 def _timed(run: Callable[[BaseStreamer], torch.Tensor], input_ids: torch.Tensor) -> _Run:
     wait = torch.cuda.synchronize if input_ids.device.type == "cuda" else lambda: None
     clock = _FirstToken()
@@ -359,10 +274,6 @@ def _pad_token(model: PreTrainedModel) -> int:
         if known is not None:
             return known if isinstance(known, int) else int(known[0])
     return 0
-
-
-def _quoted(token: int | None, text: str) -> str:
-    return "nothing more" if token is None else json.dumps(text, ensure_ascii=False)
 
 
 def _plain(value: Any) -> Any:

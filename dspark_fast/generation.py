@@ -10,6 +10,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from dspark_fast.autoregressive import AutoregressiveDrafter
+from dspark_fast.divergence import divergence
 from dspark_fast.draft import DSparkDraft
 from dspark_fast.drafters import Drafter, DSparkDrafter, NoDrafter, Noise
 from dspark_fast.engine.compiled import hindrance
@@ -43,11 +45,12 @@ class Decoding:
 
     Attributes:
         stats: figures of the last call.
+        cuts: temperature, top_k, top_p and min_p that the last call sampled with; None if it was greedy.
     """
 
     def __init__(
         self,
-        draft: DSparkDraft | Drafter | None,
+        draft: DSparkDraft | PreTrainedModel | Drafter | None,
         *,
         verification: str,
         seed: int | Sequence[int] | torch.Tensor | None,
@@ -70,9 +73,11 @@ class Decoding:
             self._drafter: Drafter = DSparkDrafter(
                 draft, use_markov=use_markov, confidence_threshold=confidence_threshold
             )
-        elif draft is not None and not all(hasattr(draft, name) for name in _PROTOCOL):
-            raise TypeError(f"draft is {draft!r}: accepted are a DSparkDraft, a Drafter or None")
         else:
+            if isinstance(draft, PreTrainedModel):
+                draft = AutoregressiveDrafter(draft)
+            if draft is not None and not all(hasattr(draft, name) for name in _PROTOCOL):
+                raise TypeError(f"draft is {draft!r}: accepted are a DSparkDraft, a causal model, a Drafter or None")
             if not use_markov or confidence_threshold:
                 raise ValueError("use_markov and confidence_threshold are settings of a DSparkDraft")
             self._drafter = NoDrafter() if draft is None else draft
@@ -87,6 +92,8 @@ class Decoding:
         self._criteria = [] if stop_strings is None else [stop_string_criterion(stop_strings, tokenizer)]
         self._streamer = streamer
         self.stats: Stats | None = None
+        self.cuts: dict[str, float] | None = None
+        self.compared = False  # with plain decoding, which must then be able to do the same
 
     # transformers takes every parameter that it sees here and does not know out of the user's keywords: its own names.
     @torch.no_grad()
@@ -101,6 +108,11 @@ class Decoding:
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         request = read_request(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         self._check(model, request)
+        if self.compared and request.takes_cuts:
+            raise ValueError("report_divergence is True with a logits processor behind top-k, top-p or min-p: omit it")
+        self.cuts = None
+        if request.do_sample:
+            self.cuts = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         mask = model_kwargs.get("attention_mask")
         prompts, lengths = pack(input_ids, mask)
         plan = self._plan(model, request, input_ids, prompts, lengths)
@@ -231,6 +243,8 @@ class Decoding:
             draft.tied("embed_tokens")
             if draft.device != model.device:
                 raise ValueError(f"the drafter is on {draft.device}, the target on {model.device}: move one with .to()")
+        elif isinstance(draft, AutoregressiveDrafter):
+            draft.check(model)
 
     def _seeds(self, batch: int, request: Request) -> torch.Tensor:
         """One 64-bit seed per row: a list as it is, anything else expanded over (prompt, return sequence)."""
@@ -253,7 +267,7 @@ class Decoding:
 
 
 def decoding(
-    draft: DSparkDraft | Drafter | None,
+    draft: DSparkDraft | PreTrainedModel | Drafter | None,
     *,
     verification: str = "rejection",
     seed: int | Sequence[int] | torch.Tensor | None = None,
@@ -274,7 +288,8 @@ def decoding(
     transformers does not hand ``streamer``, ``stop_strings`` and ``tokenizer`` to a callable, so they are given here.
 
     Args:
-        draft: a :class:`~dspark_fast.draft.DSparkDraft` joined to the target; or any
+        draft: a :class:`~dspark_fast.draft.DSparkDraft` joined to the target; or a smaller causal model of the same
+            vocabulary (:class:`~dspark_fast.autoregressive.AutoregressiveDrafter` says how far ahead it drafts); or any
             :class:`~dspark_fast.drafters.Drafter`; or None, which decodes plainly.
         verification: when sampling. ``rejection`` (Leviathan et al. 2023; Chen et al. 2023) keeps the target's
             distribution. ``coupled`` (Daliri, Musco and Suresh 2024) gives exactly the tokens of plain Gumbel-max
@@ -318,7 +333,7 @@ def decoding(
 
 def generate(
     model: PreTrainedModel,
-    draft: DSparkDraft | Drafter | None,
+    draft: DSparkDraft | PreTrainedModel | Drafter | None,
     input_ids: torch.Tensor,
     *,
     verification: str = "rejection",
@@ -333,6 +348,7 @@ def generate(
     stop_strings: str | Sequence[str] | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
+    report_divergence: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Generate with ``model``, several tokens per forward pass; what comes out is what ``model.generate`` would give.
@@ -346,6 +362,8 @@ def generate(
         draft, verification, seed, generator, confidence_threshold, use_markov, off_switch, use_graph, compile_target,
             log_probs, stop_strings, tokenizer, streamer: see :func:`decoding`.
         input_ids: int64 ``[B, S]``, left-padded where ``attention_mask`` is 0.
+        report_divergence: decode again with transformers' own ``generate`` and say in ``.stats.divergence`` where each
+            row differs first, by how much, and whether rounding explains it. Greedy, or ``verification="coupled"``.
         **kwargs: what ``model.generate`` takes: ``attention_mask``, ``generation_config`` and its overrides
             (``max_new_tokens``, ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``eos_token_id``,
             ``repetition_penalty`` and other settings of stateless logits processors, ``logits_processor``,
@@ -395,7 +413,23 @@ def generate(
     for name in _NOT_PASSED_ON:
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} is given, which speculative decoding does not take: leave it out")
-    return model.generate(input_ids, custom_generate=custom, **kwargs)
+    if not report_divergence:
+        return model.generate(input_ids, custom_generate=custom, **kwargs)
+    sampled = kwargs.get("do_sample", getattr(config, "do_sample", False))
+    if sampled and verification != "coupled":
+        raise ValueError(
+            "report_divergence is True, but rejection sampling keeps the law, not the tokens, of plain decoding: "
+            "accepted are greedy decoding and verification='coupled'"
+        )
+    if sampled and kwargs.get("logits_processor"):
+        raise ValueError("report_divergence is True with sampling and a logits_processor: accepted is one of the two")
+    if kwargs.get("past_key_values") is not None:
+        raise ValueError("report_divergence is True with past_key_values, which plain decoding cannot go on from")
+    custom.compared = True
+    output = model.generate(input_ids, custom_generate=custom, **kwargs)
+    settings = kwargs if stop_strings is None else {**kwargs, "stop_strings": stop_strings, "tokenizer": tokenizer}
+    output.stats.divergence = divergence(model, input_ids, output, settings, custom.cuts)
+    return output
 
 
 def _signed(seed: Any) -> int:

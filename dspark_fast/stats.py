@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -67,6 +68,8 @@ class Stats:
         capacity: tokens per row that the caches had room for at the end.
         reused: tokens of each row's prompt that ``past_key_values`` made it unnecessary to read; empty without one.
         absent: tokens at the start of each row that the drafter's context lacks, because they were read elsewhere.
+        divergence: with ``report_divergence``, for each row where it differs first from plain decoding, None where it
+            does not (:class:`~dspark_fast.divergence.FirstDifference`); None if it was not asked for.
         memory: bytes of cached keys and values, of ``target`` and ``drafter``.
     """
 
@@ -88,6 +91,7 @@ class Stats:
     capacity: int = 0
     reused: list[int] = field(default_factory=list)
     absent: list[int] = field(default_factory=list)
+    divergence: list[Any] | None = None
     memory: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

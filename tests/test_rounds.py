@@ -15,6 +15,7 @@ from dspark_fast.engine.round import Cuts, Round, Sampling
 from dspark_fast.engine.state import DecodingState, Limits
 from dspark_fast.engine.target import driven
 from dspark_fast.stats import Stats
+from dspark_fast.vocabulary import restricted
 
 NEW = 24
 # What an op of PyTorch must not do inside a round: hand a value to the host, or make a shape of one.
@@ -69,6 +70,9 @@ class Flips:
 
     def note(self, drafting, seconds, tokens):
         self.heard += 1
+
+    def forget(self):
+        pass
 
 
 @torch.no_grad()
@@ -197,6 +201,21 @@ def test_a_recording_reads_nothing_that_is_gone(call, on_a_cpu):
         assert len(constants) > 20
         gone = [one.shape for one in constants if one.numel() and one.untyped_storage().data_ptr() not in kept]
         assert not gone
+
+
+@torch.no_grad()
+@MODES
+def test_a_drafter_of_a_part_of_the_vocabulary(call, on_a_cpu):
+    """In rejection mode it keeps a row of all tokens' logits, which must be the workspace's too."""
+    part = restricted(call.draft, torch.arange(0, call.draft.config.vocab_size, 2))
+    plain = call(drafter=DSparkDrafter(part)).rows
+    for _ in range(2):
+        assert call(graph=True, drafter=DSparkDrafter(part), switch=None).rows == plain
+    (work,) = graphs._kept.values()
+    kept = _storages(work.state, work.cache, work.drafter, work.sampling, call.model, part)
+    for replay in work.replays.values():
+        constants = [getattr(replay, node.target) for node in replay.graph.nodes if node.op == "get_attr"]
+        assert not [one.shape for one in constants if one.numel() and one.untyped_storage().data_ptr() not in kept]
 
 
 @torch.no_grad()

@@ -1,0 +1,161 @@
+"""Where two decodings of the same prompts part, and whether rounding explains it or it is a fault."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dspark_fast.gumbel import GumbelMax
+from dspark_fast.reference.sampling import cut_logits
+
+
+@dataclass
+class FirstDifference:
+    """Where two decodings of one prompt part.
+
+    Attributes:
+        index: how many new tokens are the same.
+        ours, baseline: the token that follows in each, None where that one has ended.
+        ours_text, baseline_text: the same as text.
+        dtype: of the target's logits.
+        logit_gap: how far the target's logits of the two tokens are apart, in one pass over the common prefix.
+        score_gap: the same after temperature, cuts and noise, in units of logits; infinite (None in JSON) if the cuts
+            leave only one of the two. Equal to ``logit_gap`` for greedy decoding.
+        ulps: ``score_gap`` in units in the last place of the larger of the two logits.
+        rounding: how far rounding alone moves logits at this place: the largest difference between that pass and one
+            that reads the prefix from a cache and its last token by itself; at least one unit in the last place.
+        near_tie: whether rounding explains the difference: ``score_gap`` is at most twice ``rounding``.
+    """
+
+    index: int
+    ours: int | None
+    baseline: int | None
+    ours_text: str
+    baseline_text: str
+    logit_gap: float | None = None
+    score_gap: float | None = None
+    dtype: str = ""
+    ulps: float | None = None
+    rounding: float | None = None
+    near_tie: bool = False
+
+    def sentence(self) -> str:
+        """The difference in words."""
+        start = f"the first {self.index} tokens are the same, then ours has {_quoted(self.ours, self.ours_text)} "
+        start += f"and transformers {_quoted(self.baseline, self.baseline_text)}"
+        if self.logit_gap is None or self.score_gap is None:
+            return f"{start}: a difference that rounding does not explain"
+        gap = f"{start}; their logits are {self.logit_gap:.3g} apart"
+        if self.score_gap != self.logit_gap:
+            gap += f" (with the noise {self.score_gap:.3g})"
+        if self.ulps is not None:
+            gap += f", {self.ulps:.3g} units in the last place of {self.dtype}"
+        verdict = "a near-tie" if self.near_tie else "a difference that rounding does not explain"
+        return f"{gap}, where rounding alone moves a logit by up to {self.rounding:.3g}: {verdict}"
+
+
+@torch.no_grad()
+def first_difference(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    ours: list[int],
+    baseline: list[int],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    processor: GumbelMax | None = None,
+) -> FirstDifference | None:
+    """The first place where two continuations of ``input_ids`` ``[1, S]`` differ, judged by the target itself.
+
+    Args:
+        ours, baseline: new token ids.
+        tokenizer: shows tokens as text; ids without one.
+        processor: what the baseline sampled with; None for greedy decoding.
+
+    Returns:
+        None if there is no difference.
+    """
+    if ours == baseline:
+        return None
+    index = next((i for i, (a, b) in enumerate(zip(ours, baseline)) if a != b), min(len(ours), len(baseline)))
+    ids = [tokens[index] if index < len(tokens) else None for tokens in (ours, baseline)]
+    texts = ["" if i is None else tokenizer.decode([i]) if tokenizer is not None else f"token {i}" for i in ids]
+    found = FirstDifference(index, ids[0], ids[1], texts[0], texts[1])
+    if ids[0] is None or ids[1] is None:
+        return found
+
+    prefix = torch.cat([input_ids, input_ids.new_tensor([ours[:index]])], dim=1)
+    raw = model(input_ids=prefix, logits_to_keep=1).logits[:, -1]
+    logits = raw.float()
+    larger = logits[0, ids].abs().max().item()
+    found.dtype, found.rounding = str(raw.dtype).removeprefix("torch."), torch.finfo(raw.dtype).eps * larger
+    if prefix.shape[1] > 1:
+        past = model(input_ids=prefix[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+        stepped = model(input_ids=prefix[:, -1:], past_key_values=past, logits_to_keep=1).logits[:, -1].float()
+        found.rounding = max(found.rounding, (stepped - logits).abs().max().item())
+    found.logit_gap = found.score_gap = abs(logits[0, ids[0]] - logits[0, ids[1]]).item()
+    if processor is not None:
+        kept = cut_logits(logits, processor.temperature, processor.top_k, processor.top_p, processor.min_p)[0, ids]
+        scores = processor(prefix, logits)[0, ids]
+        both = bool(kept.isfinite().all())
+        found.score_gap = abs(scores[0] - scores[1]).item() * processor.temperature if both else math.inf
+    if math.isfinite(found.score_gap) and larger:
+        found.ulps = found.score_gap / (torch.finfo(raw.dtype).eps * 2.0 ** math.floor(math.log2(larger)))
+    found.near_tie = found.score_gap <= 2 * found.rounding
+    return found
+
+
+@torch.no_grad()
+def divergence(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    output: Any,
+    settings: dict[str, Any],
+    cuts: dict[str, Any] | None,
+) -> list[FirstDifference | None]:
+    """Decode again with transformers' own ``generate`` and say where each row of ours differs first.
+
+    Args:
+        input_ids: int64 ``[B, S]``, as given to ours.
+        output: what ours gave: ``[R, S + n]``, R being B times the return sequences, or an output with ``sequences``.
+        settings: that call's keywords for ``model.generate``.
+        cuts: temperature, top_k, top_p and min_p of coupled decoding; None for greedy decoding.
+
+    Returns:
+        One for each row, None where nothing differs. Rows of a batch are judged alone: what another batch shape rounds
+        otherwise counts as rounding only as far as a pass over the row alone shows it.
+    """
+    sequences, stats = getattr(output, "sequences", output), output.stats
+    plain = {**settings, "do_sample": False, "return_dict_in_generate": False, "num_return_sequences": 1}
+    config = settings.get("generation_config") or model.generation_config
+    stops = settings.get("eos_token_id", config.eos_token_id)
+    stops = stops if isinstance(stops, (list, tuple)) else [] if stops is None else [int(stops)]
+    pad = settings.get("pad_token_id", config.pad_token_id)
+    if pad is None and stops:  # as transformers does
+        pad = stops[0]
+    returns, width = len(sequences) // len(input_ids), input_ids.shape[1]
+    rows = input_ids.repeat_interleave(returns, 0)
+    mask = settings.get("attention_mask")
+    if mask is not None:
+        plain["attention_mask"] = mask.repeat_interleave(returns, 0)
+    if cuts is not None:
+        plain = {name: value for name, value in plain.items() if name not in cuts}
+        plain["logits_processor"] = [GumbelMax(seed=stats.seeds, attention_mask=plain.get("attention_mask"), **cuts)]
+    again = model.generate(rows, **plain)
+    found = []
+    for row, count in enumerate(stats.new_tokens):
+        ours, theirs = sequences[row, width : width + count].tolist(), again[row, width:].tolist()
+        prompt = rows[row] if mask is None else rows[row][plain["attention_mask"][row].bool()]
+        theirs = theirs[: next((place + 1 for place, token in enumerate(theirs) if token in stops), len(theirs))]
+        while len(theirs) > count and theirs[-1] == pad:  # a row that stop strings or criteria have ended
+            theirs.pop()
+        alone = None if cuts is None else GumbelMax(seed=[stats.seeds[row]], **cuts)
+        found.append(first_difference(model, prompt[None], ours, theirs, processor=alone))
+    return found
+
+
+def _quoted(token: int | None, text: str) -> str:
+    return "nothing more" if token is None else json.dumps(text, ensure_ascii=False)
