@@ -4,9 +4,10 @@
     python bench/bench_engine.py --only worst --repeats 15
 
 Parts, each refused if its fp32 tokens are not those of ``model.generate``: ``passes``, what n tokens cost in one pass
-of the target; ``prompts``, ten prompts alone; ``compiled``, the same with ``compile_target``; ``batch``, eight of them together; ``worst``, a drafter of random
-weights, which the off-switch has to find out; ``profile``, the share of a round outside model and ops. Prompts are
-decoded to a fixed length, without stop tokens. Writes ``engine.json``; a part that is left out stays as it was.
+of the target; ``prompts``, ten prompts alone; ``compiled``, the same with ``compile_target``; ``batch``, eight of them
+together; ``worst``, a drafter of random weights, which the off-switch has to find out; ``profile``, the share of a
+round outside model and ops. Prompts are decoded to a fixed length, without stop tokens. Writes ``engine.json``; a part
+that is left out stays as it was.
 """
 
 from __future__ import annotations

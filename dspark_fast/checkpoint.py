@@ -27,6 +27,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FROM_TARGET = {"embed_tokens.weight": "embed_tokens", "lm_head.weight": "lm_head"}
 OFFSETS = "d2t"
+_FLOATS = ("F32", "BF16", "F16", "F64")
 
 
 def load_draft(
@@ -39,6 +40,14 @@ def load_draft(
     revision: str | None,
 ) -> DSparkDraft:
     """See :meth:`DSparkDraft.from_pretrained`."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype is {dtype}: accepted is a floating-point dtype of torch")
+    if target is not None and not hasattr(target, "get_output_embeddings"):
+        raise ValueError(f"target is a {type(target).__name__}: accepted is a transformers model")
+    try:
+        device = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device is {device!r}: {str(error).splitlines()[0]}") from None
     folder = _folder(name, revision)
     config = read_config(folder)
     if target is not None:
@@ -113,9 +122,12 @@ def read_config(folder: Path) -> DSparkConfig:
         raise OSError(f"{folder} has no config.json: not a drafter's checkpoint")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-    architecture = (data.get("architectures") or [None])[0]
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} holds a {type(data).__name__}: accepted is a JSON object")
+    architectures = data.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     if architecture != ARCHITECTURE:
         raise ValueError(
             f"{path}: architectures is {data.get('architectures')}; accepted is [{ARCHITECTURE!r}]"
@@ -124,8 +136,19 @@ def read_config(folder: Path) -> DSparkConfig:
     missing = [key for key in ("block_size", "mask_token_id", "target_layer_ids", "hidden_size") if key not in data]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}: not a DSpark drafter's configuration")
-    config = DSparkConfig.from_dict({key: value for key, value in data.items() if key != "auto_map"})
-    config.check()
+    # auto_map names code; what begins with _ is transformers' own, and may name a kernel to fetch from the hub.
+    data = {key: value for key, value in data.items() if key != "auto_map" and not key.startswith("_")}
+    if data.pop("quantization_config", None) is not None:
+        raise ValueError(f"{path} has a quantization_config: drafters are read in floating point only")
+    dtype = data.get("dtype", data.get("torch_dtype"))
+    named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else None
+    if dtype is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
+        raise ValueError(f"{path}: dtype is {dtype!r}, accepted is float32, bfloat16, float16 or float64")
+    try:
+        config = DSparkConfig.from_dict(data)
+        config.check()
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{path} is not a drafter's configuration: {error}") from None
     return config
 
 
@@ -156,7 +179,11 @@ def _stored(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
         try:
             with safe_open(path, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118
-                    stored[key] = path, tuple(tensors.get_slice(key).get_shape())
+                    held = tensors.get_slice(key)
+                    accepted = ("I64",) if key == OFFSETS else _FLOATS
+                    if held.get_dtype() not in accepted:
+                        raise ValueError(f"{path}: {key} is {held.get_dtype()}, accepted is {' or '.join(accepted)}")
+                    stored[key] = path, tuple(held.get_shape())
         except (SafetensorError, FileNotFoundError) as error:
             raise ValueError(f"{path} cannot be read as safetensors: {error}") from None
     return stored
@@ -173,10 +200,10 @@ def indexed_files(folder: Path) -> set[str]:
         return {WEIGHTS}
     try:
         files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a safetensors index: {error!r}") from None
     for file in files:
-        if Path(file).name != file:
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise ValueError(f"{path} names the file {file!r}, which is not in the checkpoint's own folder")
     return files
 

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from transformers import PreTrainedConfig, Qwen3Config
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 ARCHITECTURE = "Qwen3DSparkModel"
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
+
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+# What a key may be at all; what fits the others is checked later. A million is 50 times the widest layer there is.
+_INTEGERS = {
+    **dict.fromkeys(_SIZES, (1, 2**24)),
+    "num_hidden_layers": (1, 1000),
+    "max_position_embeddings": (1, 2**31 - 1),
+    "block_size": (-(2**31), 2**31 - 1),
+    "mask_token_id": (-(2**31), 2**31 - 1),
+    "num_target_layers": (1, 100_000),
+    "markov_rank": (-(2**31), 2**20),
+    "draft_vocab_size": (-(2**31), 2**31 - 1),
+    "num_anchors": (0, 2**31 - 1),
+}
 
 
 class DSparkConfig(Qwen3Config):
@@ -48,9 +65,25 @@ class DSparkConfig(Qwen3Config):
     target_model_type: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self._check_numbers()  # first: of 10^9 layers transformers would make a list
         super().__post_init__(**kwargs)
         self.architectures = self.architectures or [ARCHITECTURE]
         self.tie_word_embeddings = False
+
+    def _check_numbers(self) -> None:
+        for key, (least, most) in _INTEGERS.items():
+            value = getattr(self, key)
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most
+            ):
+                raise ValueError(f"{key} is {value!r}: accepted is an integer from {least} to {most}")
+        for key in ("rms_norm_eps", "initializer_range", "attention_dropout"):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ValueError(f"{key} is {value!r}: accepted is a number of 0 or more")
+        taps = self.target_layer_ids
+        if taps is not None and not (isinstance(taps, (list, tuple)) and all(type(layer) is int for layer in taps)):
+            raise ValueError(f"target_layer_ids is {taps!r}: accepted is a list of integers")
 
     def check(self) -> None:
         """Refuse what cannot be a drafter, before any weight is read."""
@@ -71,6 +104,11 @@ class DSparkConfig(Qwen3Config):
             raise ValueError(f"layer_types is {self.layer_types}: a drafter's layers are all 'full_attention'")
         if self.markov_head_type not in MARKOV_HEADS:
             raise ValueError(f"markov_head_type is {self.markov_head_type!r}: accepted are {', '.join(MARKOV_HEADS)}")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act is {self.hidden_act!r}: accepted is an activation that transformers has")
+        rope = (self.rope_parameters or {}).get("rope_type", "default")
+        if rope != "default" and rope not in ROPE_INIT_FUNCTIONS:
+            raise ValueError(f"rope_parameters has the rope_type {rope!r}: accepted is one that transformers has")
         if self.mask_token_id is None or not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id is {self.mask_token_id}: accepted is an id below {self.vocab_size}")
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:

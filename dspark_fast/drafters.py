@@ -262,7 +262,8 @@ class DSparkDrafter:
         )
         lengths = self._full
         if self.confidence_threshold:
-            prev = torch.cat([anchor[:, None], walk.tokens[:, :-1]], dim=1)
+            # A broken slot's token is -1: any other will do, for its row is refused if it is needed.
+            prev = torch.cat([anchor[:, None], walk.tokens[:, :-1]], dim=1).clamp(min=0)
             # Slot k is judged before x_k is looked at; comparing probabilities, so that a threshold of 1 cuts all.
             trusted = draft.confidence(hidden, prev).float().sigmoid() >= self.confidence_threshold
             lengths = trusted.long().cumprod(dim=1).sum(dim=1)

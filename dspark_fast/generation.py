@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from dspark_fast.arguments import check_arguments
 from dspark_fast.autoregressive import AutoregressiveDrafter
 from dspark_fast.divergence import divergence
 from dspark_fast.draft import DSparkDraft
@@ -106,6 +107,7 @@ class Decoding:
         generation_config: Any = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        input_ids = input_ids.long()  # as transformers' own generate makes them of int32
         request = read_request(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         self._check(model, request)
         if self.compared and request.takes_cuts:
@@ -381,6 +383,20 @@ def generate(
             combined with speculative decoding; before any work, naming it.
         FloatingPointError: if the target's logits are NaN, naming row and position.
     """
+    own = {
+        "seed": seed,
+        "generator": generator,
+        "confidence_threshold": confidence_threshold,
+        "use_markov": use_markov,
+        "off_switch": off_switch,
+        "use_graph": use_graph,
+        "compile_target": compile_target,
+        "log_probs": log_probs,
+        "stop_strings": stop_strings,
+        "tokenizer": tokenizer,
+        "streamer": streamer,
+    }
+    check_arguments(model, input_ids, own, kwargs)
     # transformers would let max_new_tokens win; whoever gives both wants the caches bounded.
     if kwargs.get("max_length") is not None and kwargs.get("max_new_tokens") is not None:
         most, new = kwargs.pop("max_length"), kwargs["max_new_tokens"]
@@ -395,21 +411,7 @@ def generate(
         kwargs["generation_config"] = copy.deepcopy(config)
         kwargs["generation_config"].stop_strings = None
         stop_strings = config.stop_strings if stop_strings is None else stop_strings
-    custom = decoding(
-        draft,
-        verification=verification,
-        seed=seed,
-        generator=generator,
-        confidence_threshold=confidence_threshold,
-        use_markov=use_markov,
-        off_switch=off_switch,
-        use_graph=use_graph,
-        compile_target=compile_target,
-        log_probs=log_probs,
-        stop_strings=stop_strings,
-        tokenizer=tokenizer,
-        streamer=streamer,
-    )
+    custom = decoding(draft, verification=verification, **{**own, "stop_strings": stop_strings})
     for name in _NOT_PASSED_ON:
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} is given, which speculative decoding does not take: leave it out")

@@ -27,6 +27,8 @@ def restricted(draft: DSparkDraft, tokens: torch.Tensor) -> DSparkDraft:
     Raises:
         ValueError: if the drafter is restricted already, or the tokens are not ascending ids of its vocabulary.
     """
+    if not isinstance(draft, DSparkDraft):
+        raise ValueError(f"draft is a {type(draft).__name__}: accepted is a DSparkDraft")
     if draft.vocabulary is not None:
         raise ValueError(f"this drafter is restricted to {len(draft.vocabulary)} tokens already: restrict whole(draft)")
     tokens = check_vocabulary(tokens, draft.config.vocab_size).to(draft.device)
@@ -48,6 +50,8 @@ def check_vocabulary(tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
     Raises:
         ValueError: if they are not, naming the first that is out of place.
     """
+    if not isinstance(tokens, torch.Tensor):
+        raise ValueError(f"tokens is a {type(tokens).__name__}: accepted is an int64 tensor [D]")
     if tokens.dim() != 1 or tokens.dtype != torch.int64 or not len(tokens):
         raise ValueError(f"tokens is {tokens.dtype} {list(tokens.shape)}: accepted is int64 [D], D at least 1")
     before = torch.cat([tokens.new_full((1,), -1), tokens[:-1]])

@@ -109,9 +109,8 @@ def command(model, tokenizer, tmp_path, monkeypatch):
     chosen = [*held_out_questions(300), *(f"Question {n}?" for n in range(700))]
     mine.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in chosen))
     # Looking through the package's own prompts for held-out ones takes seconds.
-    monkeypatch.setattr(
-        evaluate, "built_in_prompts", lambda count, seed: [make_prompt("chat", ({"role": "user", "content": "Hi"},))] * count
-    )
+    hello = make_prompt("chat", ({"role": "user", "content": "Hi"},))
+    monkeypatch.setattr(evaluate, "built_in_prompts", lambda count, seed: [hello] * count)
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda self, path, **_: path.write_bytes(b"\x89PNG"))
 
     def run(*arguments, out=tmp_path / "out"):

@@ -16,7 +16,8 @@ def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[
         ``[B, S]`` with each row's tokens from slot 0 (what lies behind them means nothing), and lengths int64 ``[B]``.
 
     Raises:
-        ValueError: for a mask of another shape, one that is not left-padded, or an empty row.
+        ValueError: for a mask of another shape or with other values than 0 and 1, one that is not left-padded, or an
+            empty row.
     """
     batch, width = input_ids.shape
     if attention_mask is None:
@@ -26,7 +27,10 @@ def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[
             f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}: "
             "accepted is a mask of the same shape"
         )
-    mask = attention_mask.bool()
+    mask = attention_mask == 1
+    if not torch.equal(mask, attention_mask != 0):
+        other = attention_mask[(attention_mask != 0) & ~mask].flatten()[0].item()
+        raise ValueError(f"attention_mask holds {other}: accepted are 0 and 1")
     lengths = mask.sum(1)
     columns = torch.arange(width, device=input_ids.device)
     if not torch.equal(mask, columns >= (width - lengths)[:, None]):

@@ -72,6 +72,9 @@ class Request:
     past: Cache | None
 
 
+_LONGEST = 2**31 - 1  # tokens per row; far beyond, sums of them would wrap around
+
+
 def read_request(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -136,6 +139,10 @@ def _refuse(
         raise ValueError(
             f"max_length is {config.max_length} for a prompt of {input_ids.shape[1]} tokens: "
             "give max_new_tokens of 1 or more"
+        )
+    if config.max_length > _LONGEST:
+        raise ValueError(
+            f"max_length is {config.max_length}: accepted is up to {_LONGEST}; give a smaller max_new_tokens"
         )
     if (config.num_beams or 1) > 1:
         raise ValueError(f"num_beams is {config.num_beams}: speculative decoding has no beam search, accepted is 1")

@@ -50,6 +50,8 @@ class RaggedTarget:
         self._taps = taps
         self._checked = False
         self._compiled: set[int] = set()
+        #: int64 ``[B]``, positions that no committed token reaches; None bounds nothing
+        self.ends: torch.Tensor | None = None
 
     @property
     def memory(self) -> int:
@@ -129,8 +131,11 @@ class RaggedTarget:
         return bool(self._compiled)
 
     def _pass(self, ids: torch.Tensor, end: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits = self._forward(ids, self.cache.begin(ids.shape[1], end), 0)
-        return logits, self._features()
+        positions = self.cache.begin(ids.shape[1], end)
+        if self.ends is not None:
+            # Drafts that can no longer be committed may stand behind the last position that a model has learned.
+            positions = torch.minimum(positions, self.ends[:, None] - 1)
+        return self._forward(ids, positions, 0), self._features()
 
     def advance(self, taken: torch.Tensor) -> None:
         self.cache.lengths += taken

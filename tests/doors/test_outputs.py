@@ -144,6 +144,7 @@ def test_no_second_is_counted_twice(part, said, monkeypatch):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     out = dspark_fast.generate(said.model, said.draft, said.ids, max_new_tokens=6, do_sample=False)
     seconds = out.stats.seconds
-    parts = {"prefill": 0.0, "verify": 0.0, "draft": 0.0, "bookkeeping": 0.0, "plain": 0.0, "compilation": 0.0, "graph": 0.0}
+    names = ("prefill", "verify", "draft", "bookkeeping", "plain", "compilation", "graph")
+    parts = dict.fromkeys(names, 0.0)
     parts[part] = 0.1 if part == "prefill" else 0.1 * out.stats.rounds
     assert vars(seconds) == pytest.approx(parts)

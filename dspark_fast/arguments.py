@@ -1,0 +1,115 @@
+"""What ``generate`` is given, looked at before transformers does, whose errors name neither argument nor value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from dspark_fast.engine.past import Past
+
+_LARGEST = 3.0e38  # of fp32, all but
+
+
+def check_arguments(model: Any, input_ids: Any, own: dict[str, Any], given: dict[str, Any]) -> None:
+    """Refuse values of the wrong kind; what is out of range is refused where its range is known.
+
+    Args:
+        model, input_ids: of ``generate``.
+        own: our options by name.
+        given: its keywords for ``model.generate``.
+
+    Raises:
+        ValueError: naming the argument, its value and what is accepted.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model is a {type(model).__name__}: accepted is a transformers model")
+    if given.get("inputs_embeds") is None:  # refused later, by name
+        _check_input(input_ids, given.get("attention_mask"))
+    for values, kinds in ((own, _OWN), (given, _GIVEN)):
+        for name, (fits, accepted) in kinds.items():
+            value = values.get(name)
+            if value is not None and not fits(value):
+                raise ValueError(f"{name} is {value!r}: accepted is {accepted}")
+
+
+def _check_input(input_ids: Any, mask: Any) -> None:
+    for name, given in (("input_ids", input_ids), ("attention_mask", mask)):
+        if name == "attention_mask" and given is None:
+            continue
+        if not isinstance(given, torch.Tensor) or given.layout != torch.strided or given.dim() != 2:
+            what = f"of shape {list(given.shape)}" if isinstance(given, torch.Tensor) else f"a {type(given).__name__}"
+            raise ValueError(f"{name} is {what}: accepted is a dense tensor [B, S]")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"input_ids is {input_ids.dtype}: accepted are int64 and int32")
+    if not input_ids.numel():
+        raise ValueError(f"input_ids has shape {list(input_ids.shape)}: accepted is [B, S] with S of 1 or more")
+    if mask is not None and mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)}, input_ids {list(input_ids.shape)}: "
+            "accepted is a mask of the same shape"
+        )
+
+
+def _integer(least: int, most: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _temperature(value: Any) -> bool:
+    """Infinite is as transformers has it; what fp32 cannot hold is not."""
+    return _number(value) and not (0 < value < 1e-30) and (value == math.inf or not value > _LARGEST)
+
+
+def _tokens(value: Any) -> bool:
+    """Stop tokens: one, or some, in any of the forms that transformers takes."""
+    if isinstance(value, torch.Tensor):
+        return not value.is_floating_point()
+    some = value if isinstance(value, (list, tuple, set)) else [value]
+    return all(_integer(-(2**31), 2**31 - 1)(one) for one in some)
+
+
+def _strings(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, Sequence) and not isinstance(value, bytes))
+
+
+def _seeds(value: Any) -> bool:
+    return isinstance(value, (int, Sequence, torch.Tensor)) and not isinstance(value, (bool, str))
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_FLAGS = ("use_markov", "off_switch", "use_graph", "compile_target", "log_probs")
+_OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(_FLAGS, (_flag, "True or False")),
+    "confidence_threshold": (_number, "0 to 1"),
+    "seed": (_seeds, "a 64-bit integer or one per row"),
+    "generator": (lambda value: isinstance(value, torch.Generator), "a torch.Generator"),
+    "streamer": (lambda value: hasattr(value, "put") and hasattr(value, "end"), "a transformers streamer"),
+    "stop_strings": (_strings, "a string or a list of them, none empty"),
+    "tokenizer": (lambda value: hasattr(value, "get_vocab"), "a transformers tokenizer"),
+}
+_GIVEN: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_new_tokens": (_integer(-(2**70), 2**31 - 1), f"an integer of 1 to {2**31 - 1}"),
+    "max_length": (_integer(-(2**70), 2**31 - 1), f"an integer of 1 to {2**31 - 1}"),
+    "num_return_sequences": (_integer(1, 2**62), "an integer of 1 or more"),
+    "temperature": (_temperature, "0, or 1e-30 to 3e38"),
+    "top_k": (lambda value: not isinstance(value, int) or value < 2**63, "an integer of 64 bits"),
+    "eos_token_id": (_tokens, "a token id or a list of them"),
+    "generation_config": (lambda value: isinstance(value, GenerationConfig), "a GenerationConfig"),
+    "past_key_values": (lambda value: isinstance(value, (Cache, Past)), "what an earlier call handed back"),
+    "logits_processor": (lambda value: isinstance(value, Sequence), "a list of logits processors"),
+    "stopping_criteria": (
+        lambda value: isinstance(value, Sequence) and all(map(callable, value)),
+        "a list of stopping criteria",
+    ),
+}
