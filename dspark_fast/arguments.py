@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
 from dspark_fast.engine.past import Past
@@ -26,7 +28,8 @@ def check_arguments(model: Any, input_ids: Any, own: dict[str, Any], given: dict
     Raises:
         ValueError: naming the argument, its value and what is accepted.
     """
-    if not isinstance(model, PreTrainedModel):
+    # Not by class: what torch.compile and adapters wrap a model in are other classes, which hand its parts on.
+    if not all(hasattr(model, name) for name in ("generate", "config", "generation_config")):
         raise ValueError(f"model is a {type(model).__name__}: accepted is a transformers model")
     if given.get("inputs_embeds") is None:  # refused later, by name
         _check_input(input_ids, given.get("attention_mask"))
@@ -56,11 +59,17 @@ def _check_input(input_ids: Any, mask: Any) -> None:
 
 
 def _integer(least: int, most: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    def fits(value: Any) -> bool:
+        try:
+            return not isinstance(value, bool) and least <= operator.index(value) <= most  # numpy's integers too
+        except TypeError:
+            return False
+
+    return fits
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _temperature(value: Any) -> bool:
@@ -88,7 +97,7 @@ def _flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-_FLAGS = ("use_markov", "off_switch", "use_graph", "compile_target", "log_probs")
+_FLAGS = ("use_markov", "off_switch", "use_graph", "compile_target", "log_probs", "report_divergence")
 _OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_FLAGS, (_flag, "True or False")),
     "confidence_threshold": (_number, "0 to 1"),

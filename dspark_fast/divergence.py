@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
+from dspark_fast.engine.requests import Request
 from dspark_fast.gumbel import GumbelMax
 from dspark_fast.reference.sampling import cut_logits
 
@@ -67,6 +69,7 @@ def first_difference(
     baseline: list[int],
     tokenizer: PreTrainedTokenizerBase | None = None,
     processor: GumbelMax | None = None,
+    before: Sequence[LogitsProcessor] = (),
 ) -> FirstDifference | None:
     """The first place where two continuations of ``input_ids`` ``[1, S]`` differ, judged by the target itself.
 
@@ -74,6 +77,7 @@ def first_difference(
         ours, baseline: new token ids.
         tokenizer: shows tokens as text; ids without one.
         processor: what the baseline sampled with; None for greedy decoding.
+        before: logits processors that both applied first.
 
     Returns:
         None if there is no difference.
@@ -89,13 +93,16 @@ def first_difference(
 
     prefix = torch.cat([input_ids, input_ids.new_tensor([ours[:index]])], dim=1)
     raw = model(input_ids=prefix, logits_to_keep=1).logits[:, -1]
-    logits = raw.float()
+    processors = LogitsProcessorList(before)
+    logits = processors(prefix, raw.float())
     larger = logits[0, ids].abs().max().item()
     found.dtype, found.rounding = str(raw.dtype).removeprefix("torch."), torch.finfo(raw.dtype).eps * larger
     if prefix.shape[1] > 1:
         past = model(input_ids=prefix[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
-        stepped = model(input_ids=prefix[:, -1:], past_key_values=past, logits_to_keep=1).logits[:, -1].float()
-        found.rounding = max(found.rounding, (stepped - logits).abs().max().item())
+        stepped = model(input_ids=prefix[:, -1:], past_key_values=past, logits_to_keep=1).logits[:, -1]
+        stepped = processors(prefix, stepped.float())
+        moved = (stepped - logits).abs()
+        found.rounding = max(found.rounding, moved[moved.isfinite()].max().item())  # processors may have made -inf
     found.logit_gap = found.score_gap = abs(logits[0, ids[0]] - logits[0, ids[1]]).item()
     if processor is not None:
         kept = cut_logits(logits, processor.temperature, processor.top_k, processor.top_p, processor.min_p)[0, ids]
@@ -114,7 +121,7 @@ def divergence(
     input_ids: torch.Tensor,
     output: Any,
     settings: dict[str, Any],
-    cuts: dict[str, Any] | None,
+    request: Request,
 ) -> list[FirstDifference | None]:
     """Decode again with transformers' own ``generate`` and say where each row of ours differs first.
 
@@ -122,7 +129,7 @@ def divergence(
         input_ids: int64 ``[B, S]``, as given to ours.
         output: what ours gave: ``[R, S + n]``, R being B times the return sequences, or an output with ``sequences``.
         settings: that call's keywords for ``model.generate``.
-        cuts: temperature, top_k, top_p and min_p of coupled decoding; None for greedy decoding.
+        request: what that call was asked for, as transformers prepared it.
 
     Returns:
         One for each row, None where nothing differs. Rows of a batch are judged alone: what another batch shape rounds
@@ -130,30 +137,31 @@ def divergence(
     """
     sequences, stats = getattr(output, "sequences", output), output.stats
     plain = {**settings, "do_sample": False, "return_dict_in_generate": False, "num_return_sequences": 1}
-    config = settings.get("generation_config") or model.generation_config
-    stops = settings.get("eos_token_id", config.eos_token_id)
-    stops = stops if isinstance(stops, (list, tuple)) else [] if stops is None else [int(stops)]
-    pad = settings.get("pad_token_id", config.pad_token_id)
-    if pad is None and stops:  # as transformers does
-        pad = stops[0]
+    stops, pad, cuts = request.stop_tokens, request.pad_token, None
+    if request.do_sample and request.temperature > 0:
+        cuts = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     returns, width = len(sequences) // len(input_ids), input_ids.shape[1]
     rows = input_ids.repeat_interleave(returns, 0)
     mask = settings.get("attention_mask")
     if mask is not None:
         plain["attention_mask"] = mask.repeat_interleave(returns, 0)
+    if request.do_sample:
+        sampling = ("temperature", "top_k", "top_p", "min_p")
+        plain = {name: value for name, value in plain.items() if name not in sampling}
     if cuts is not None:
-        plain = {name: value for name, value in plain.items() if name not in cuts}
-        plain["logits_processor"] = [GumbelMax(seed=stats.seeds, attention_mask=plain.get("attention_mask"), **cuts)]
+        sampler = GumbelMax(seed=stats.seeds, attention_mask=plain.get("attention_mask"), **cuts)
+        plain["logits_processor"] = [*(settings.get("logits_processor") or ()), sampler]
     again = model.generate(rows, **plain)
     found = []
     for row, count in enumerate(stats.new_tokens):
         ours, theirs = sequences[row, width : width + count].tolist(), again[row, width:].tolist()
         prompt = rows[row] if mask is None else rows[row][plain["attention_mask"][row].bool()]
-        theirs = theirs[: next((place + 1 for place, token in enumerate(theirs) if token in stops), len(theirs))]
-        while len(theirs) > count and theirs[-1] == pad:  # a row that stop strings or criteria have ended
+        stop = next((place + 1 for place, token in enumerate(theirs) if token in stops), None)
+        theirs = theirs[:stop]
+        while stop is None and len(theirs) > count and theirs[-1] == pad:  # stop strings or criteria have ended it
             theirs.pop()
         alone = None if cuts is None else GumbelMax(seed=[stats.seeds[row]], **cuts)
-        found.append(first_difference(model, prompt[None], ours, theirs, processor=alone))
+        found.append(first_difference(model, prompt[None], ours, theirs, processor=alone, before=request.processors))
     return found
 
 

@@ -191,10 +191,9 @@ class DSparkDraft(PreTrainedModel):
 
         A head that is no plain matrix (a quantised one) is run whole instead.
         """
-        weight = getattr(self.lm_head, "weight", None)
-        shape = (self.config.vocab_size, self.config.hidden_size)
-        plain = weight is not None and tuple(weight.shape) == shape and weight.is_floating_point()
-        self.head_rows = weight[self.vocabulary] if plain and self.vocabulary is not None else None
+        head = self.lm_head
+        plain = type(head) is nn.Linear and head.weight.is_floating_point() and head.weight.dtype.itemsize > 1
+        self.head_rows = head.weight[self.vocabulary] if plain and self.vocabulary is not None else None
 
     # --- the forward pass, in the pieces that inference and training put together ------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.stopping_criteria import MaxTimeCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dspark_fast.arguments import check_arguments
@@ -46,7 +47,7 @@ class Decoding:
 
     Attributes:
         stats: figures of the last call.
-        cuts: temperature, top_k, top_p and min_p that the last call sampled with; None if it was greedy.
+        request: what the last call was asked for.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Decoding:
         self._criteria = [] if stop_strings is None else [stop_string_criterion(stop_strings, tokenizer)]
         self._streamer = streamer
         self.stats: Stats | None = None
-        self.cuts: dict[str, float] | None = None
+        self.request: Request | None = None
         self.compared = False  # with plain decoding, which must then be able to do the same
 
     # transformers takes every parameter that it sees here and does not know out of the user's keywords: its own names.
@@ -110,11 +111,9 @@ class Decoding:
         input_ids = input_ids.long()  # as transformers' own generate makes them of int32
         request = read_request(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         self._check(model, request)
-        if self.compared and request.takes_cuts:
-            raise ValueError("report_divergence is True with a logits processor behind top-k, top-p or min-p: omit it")
-        self.cuts = None
-        if request.do_sample:
-            self.cuts = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        if self.compared:
+            self._check_comparable(request)
+        self.request = request
         mask = model_kwargs.get("attention_mask")
         prompts, lengths = pack(input_ids, mask)
         plan = self._plan(model, request, input_ids, prompts, lengths)
@@ -247,6 +246,25 @@ class Decoding:
                 raise ValueError(f"the drafter is on {draft.device}, the target on {model.device}: move one with .to()")
         elif isinstance(draft, AutoregressiveDrafter):
             draft.check(model)
+
+    def _check_comparable(self, request: Request) -> None:
+        """Whether transformers' own ``generate`` can be made to give the same tokens.
+
+        Raises:
+            ValueError: naming what keeps it from that.
+        """
+        why = None
+        if request.do_sample and self._verification != "coupled":
+            why = (
+                "rejection sampling keeps the law, not the tokens, of plain decoding: accepted are greedy decoding and "
+            )
+            why += "verification='coupled'"
+        elif request.takes_cuts:
+            why = "a logits processor stands behind top-k, top-p or min-p: omit it"
+        elif any(isinstance(one, MaxTimeCriteria) for one in request.criteria):
+            why = "max_time is given, which ends either side when the clock says: omit it"
+        if why:
+            raise ValueError(f"report_divergence is True, but {why}")
 
     def _seeds(self, batch: int, request: Request) -> torch.Tensor:
         """One 64-bit seed per row: a list as it is, anything else expanded over (prompt, return sequence)."""
@@ -396,7 +414,7 @@ def generate(
         "tokenizer": tokenizer,
         "streamer": streamer,
     }
-    check_arguments(model, input_ids, own, kwargs)
+    check_arguments(model, input_ids, {**own, "report_divergence": report_divergence}, kwargs)
     # transformers would let max_new_tokens win; whoever gives both wants the caches bounded.
     if kwargs.get("max_length") is not None and kwargs.get("max_new_tokens") is not None:
         most, new = kwargs.pop("max_length"), kwargs["max_new_tokens"]
@@ -417,20 +435,12 @@ def generate(
             raise ValueError(f"{name} is given, which speculative decoding does not take: leave it out")
     if not report_divergence:
         return model.generate(input_ids, custom_generate=custom, **kwargs)
-    sampled = kwargs.get("do_sample", getattr(config, "do_sample", False))
-    if sampled and verification != "coupled":
-        raise ValueError(
-            "report_divergence is True, but rejection sampling keeps the law, not the tokens, of plain decoding: "
-            "accepted are greedy decoding and verification='coupled'"
-        )
-    if sampled and kwargs.get("logits_processor"):
-        raise ValueError("report_divergence is True with sampling and a logits_processor: accepted is one of the two")
     if kwargs.get("past_key_values") is not None:
         raise ValueError("report_divergence is True with past_key_values, which plain decoding cannot go on from")
     custom.compared = True
     output = model.generate(input_ids, custom_generate=custom, **kwargs)
     settings = kwargs if stop_strings is None else {**kwargs, "stop_strings": stop_strings, "tokenizer": tokenizer}
-    output.stats.divergence = divergence(model, input_ids, output, settings, custom.cuts)
+    output.stats.divergence = divergence(model, input_ids, output, settings, custom.request)
     return output
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 import dspark_fast
 from dspark_fast.divergence import divergence, first_difference
@@ -83,7 +85,8 @@ def test_a_row_that_ends_elsewhere(make_target, make_draft, prompts):
     settings = {"attention_mask": batch.attention_mask, "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
     free = dspark_fast.generate(model, None, batch.input_ids, eos_token_id=None, **settings)
     stop = int(free[0, 9 + 4])
-    found = divergence(model, batch.input_ids, free, {**settings, "eos_token_id": stop}, None)
+    request = SimpleNamespace(stop_tokens=[stop], pad_token=0, do_sample=False, processors=[])
+    found = divergence(model, batch.input_ids, free, {**settings, "eos_token_id": stop}, request)
     first = free[0, 9:].tolist().index(stop)
     assert found[0].index == first + 1 and found[0].ours is not None and found[0].baseline is None
     assert not found[0].near_tie
@@ -98,7 +101,7 @@ def test_it_needs_decoding_whose_tokens_can_be_compared(make_target, make_draft,
             dspark_fast.generate(
                 model, draft, batch.input_ids, do_sample=True, max_new_tokens=4, report_divergence=True
             )
-        past = object()
+        past = transformers.DynamicCache()
         with pytest.raises(ValueError, match="report_divergence is True with past_key_values"):
             dspark_fast.generate(
                 model, draft, batch.input_ids, max_new_tokens=4, past_key_values=past, report_divergence=True
@@ -112,5 +115,31 @@ def test_cuts_that_plain_decoding_would_not_make_are_refused(make_target, make_d
     """typical_p stands behind top-k in transformers' list, and greedy decoding has neither."""
     model, batch = make_target(), prompts((4,))
     settings = {"do_sample": True, "verification": "coupled", "typical_p": 0.9, "top_k": 5, "max_new_tokens": 4}
-    with pytest.raises(ValueError, match="report_divergence is True with a logits processor behind top-k"):
+    with pytest.raises(ValueError, match="report_divergence is True, but a logits processor stands behind top-k"):
         dspark_fast.generate(model, make_draft(model), batch.input_ids, report_divergence=True, **settings)
+
+
+def test_what_transformers_prepares_counts(make_target, make_draft, prompts):
+    """A configuration without stop tokens takes the model's: the rows of the second run end and are padded by them."""
+    model, batch = copy.deepcopy(make_target()), prompts((5, 1, 8))
+    model.generation_config.eos_token_id = [7, 30, 55, 80]
+    config = transformers.GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=0)
+    out = dspark_fast.generate(
+        model,
+        make_draft(model),
+        batch.input_ids,
+        attention_mask=batch.attention_mask,
+        generation_config=config,
+        report_divergence=True,
+    )
+    assert out.stats.divergence == [None] * 3 and min(out.stats.new_tokens) < 20
+
+
+def test_a_near_tie_after_a_penalty(make_target, prompts):
+    """The gap is that of what both sides chose from."""
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    model, ids = make_target(), prompts((6,)).input_ids
+    plain = first_difference(model, ids, [int(ids[0, 0])], [50])
+    penalised = first_difference(model, ids, [int(ids[0, 0])], [50], before=[RepetitionPenaltyLogitsProcessor(1.5)])
+    assert penalised.logit_gap != plain.logit_gap

@@ -29,7 +29,16 @@ def hindrance(model: nn.Module) -> str | None:
         return "the target has forward hooks, which a compiled pass would not run"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the target is spread over several devices"
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        return "parts of the target are compiled already"
     return None
+
+
+def modes(model: nn.Module) -> tuple[Hashable, ...]:
+    """What a compiled pass has baked in besides shapes."""
+    kind = next(model.parameters()).device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return torch.is_inference_mode_enabled(), autocast, model.training
 
 
 @contextmanager
@@ -54,7 +63,7 @@ def chosen(model: nn.Module, shape: Hashable, plain: Pass, compiled: Pass, ids: 
     if shape not in known:
         try:
             compiled(ids)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             reason = str(error).strip().splitlines()[0]
             warnings.warn(f"the target's pass cannot be compiled and runs plainly: {reason}", stacklevel=2)
             known[shape] = False

@@ -110,7 +110,7 @@ def decode(
             if plan.compiled and not reader.done:
                 with clock.part("compilation"):
                     blocks = {work.drafter.block_size + 1, *([1] if plan.switch is not None else [])}
-                    stats.compiled = target.compile(len(prompts), sorted(blocks))
+                    stats.compiled = target.compile(len(prompts), sorted(blocks), reader.longest)
             leaving = _may_leave(plan, work.drafter, stats)
             started = time.perf_counter()
             while not reader.done:
@@ -119,8 +119,7 @@ def decode(
                     work.run(rounds, drafting=drafting)
                 else:
                     _make_room(work, target, reader.longest + work.drafter.block_size + 1)
-                    end = None if stats.compiled else reader.longest + work.drafter.block_size
-                    rounds.run(end, drafting=drafting)
+                    rounds.run(reader.longest + work.drafter.block_size, drafting=drafting)
                 reader.queue(drafting)
                 with rounds.part("bookkeeping" if drafting else "plain"):
                     heard = reader.read()
@@ -223,7 +222,8 @@ def _workspace(
         except ValueError:
             if plan.strict:
                 raise
-            plan.graph, capacity = False, room(width + block + 2, most)
+            plan.graph, plan.compiled = False, False  # both need all of the room at once
+            capacity, sampling = room(width + block + 2, most), plan.sampling
     if work is not None:
         work.restart(prompts, prompt_lengths, limits, sampling)
         work.strict = plan.strict

@@ -35,6 +35,8 @@ class OwnCacheTarget:
         ValueError: for a model that takes no cache, or a cache that cannot be rolled back, naming it.
     """
 
+    compiled = False
+
     def __init__(self, model: PreTrainedModel, taps: Taps, cache: Cache | None = None) -> None:
         self.model = model
         self._taps = taps

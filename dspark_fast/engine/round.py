@@ -128,7 +128,7 @@ class Round:
                 proposal = self.drafter.propose(anchor, position, self.sampling.noise)
         with self.part("verify" if drafting else "plain"):
             lengths = proposal.lengths.masked_fill(state.finished, -1)
-            if end is not None and lengths.device.type == "cpu":
+            if end is not None and lengths.device.type == "cpu" and not self.target.compiled:
                 proposal = _shortened(proposal, int(lengths.max()))
             ids = torch.cat([anchor[:, None], proposal.tokens.clamp(min=0)], dim=1)
             logits, features = self.target.verify(ids, end)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from dspark_fast.engine.attention import attending, check_attended, ragged
 from dspark_fast.engine.cache import RaggedCache
-from dspark_fast.engine.compiled import chosen, compiling
+from dspark_fast.engine.compiled import chosen, compiling, modes
 from dspark_fast.engine.own_cache import OnFeatures, OwnCacheTarget
 from dspark_fast.engine.taps import Taps, tapped
 
@@ -22,7 +22,15 @@ PREFILL_CHUNK = 2048
 
 
 class Target(Protocol):
-    """A model being driven."""
+    """A model being driven.
+
+    Attributes:
+        compiled: whether passes over whole blocks have a fixed shape.
+        ends: int64 ``[B]``, positions that no committed token reaches.
+    """
+
+    compiled: bool
+    ends: torch.Tensor | None
 
     def prefill(self, tokens: torch.Tensor, counts: torch.Tensor, on_features: OnFeatures) -> torch.Tensor:
         """Read each row's first ``counts`` of ``tokens``; returns logits ``[B, 1, V]`` at each row's last one."""
@@ -106,15 +114,21 @@ class RaggedTarget:
         Returns:
             Logits ``[B, T, V]``, features ``[B, T, m*H]`` (None without taps).
         """
-        if ids.shape[1] in self._compiled:
-            with compiling():
-                return _compiled_pass()(self, ids, None)
-        return self._pass(ids, end)
+        return self._quickly(ids) if ids.shape[1] in self._compiled else self._pass(ids, end)
 
-    def compile(self, batch: int, lengths: Sequence[int]) -> bool:
+    @property
+    def compiled(self) -> bool:
+        return bool(self._compiled)
+
+    def compile(self, batch: int, lengths: Sequence[int], longest: int) -> bool:
         """Compile the passes over blocks of these lengths, where that is faster; after the prefill.
 
         Their shapes are fixed: from here on ``end`` counts for nothing there, and the cache must not grow.
+
+        Args:
+            batch: rows.
+            lengths: of the blocks.
+            longest: tokens of the longest row, which a plain pass reads.
 
         Returns:
             Whether any compiled pass is faster.
@@ -124,11 +138,14 @@ class RaggedTarget:
             ids = torch.zeros(batch, length, dtype=torch.long, device=device)
             shape = (batch, length, cache.capacity, tuple(self._taps.layer_ids), str(self.model.dtype), str(device))
             # What these passes write lies behind every row's length: it is rolled back already.
-            with compiling():
-                passes = (partial(work, self, end=None) for work in (RaggedTarget._pass, _compiled_pass()))
-                if chosen(self.model, shape, *passes, ids):
-                    self._compiled.add(length)
-        return bool(self._compiled)
+            plainly = partial(self._pass, end=min(longest + length, cache.capacity))
+            if chosen(self.model, (*shape, *modes(self.model)), plainly, self._quickly, ids):
+                self._compiled.add(length)
+        return self.compiled
+
+    def _quickly(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with compiling():
+            return _compiled_pass()(self, ids, None)
 
     def _pass(self, ids: torch.Tensor, end: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         positions = self.cache.begin(ids.shape[1], end)
