@@ -184,6 +184,10 @@ class ScriptedDSpark(DSparkDrafter):
         super().begin(batch, capacity, device)
         self._rows = torch.arange(batch, device=device)
 
+    def select(self, rows: torch.Tensor) -> None:
+        super().select(rows)
+        self._rows = self._rows[rows]
+
     @property
     def capturable(self) -> tuple[Hashable, ...]:
         return (*super().capturable, self._table.data_ptr(), self._start)

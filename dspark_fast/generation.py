@@ -23,6 +23,7 @@ from dspark_fast.engine.loop import Plan, decode
 from dspark_fast.engine.outputs import Outputs
 from dspark_fast.engine.packing import pack
 from dspark_fast.engine.past import Past, foreign
+from dspark_fast.engine.positions import learned_positions
 from dspark_fast.engine.processors import Processors
 from dspark_fast.engine.requests import Request, read_request
 from dspark_fast.engine.round import Cuts, Sampling
@@ -166,7 +167,12 @@ class Decoding:
         if past is not None:
             past.check(model, prompts)
         known = torch.zeros_like(lengths) if past is None else past.common(prompts, lengths)
-        longest = int(lengths.max())
+        longest, table = int(lengths.max()), learned_positions(model)
+        if table is not None and longest + request.new_tokens - 1 > table:  # the last token is never read
+            raise ValueError(
+                f"max_new_tokens is {request.new_tokens} behind a prompt of {longest} tokens, and "
+                f"{type(model).__name__} has learned {table} positions: accepted is up to {max(table - longest + 1, 0)}"
+            )
         path = choose_target(
             model,
             batch,

@@ -9,11 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # counts only if it is set before triton is imported
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which the interpreter multiplies with
+
+# torch keeps the list of functions that `with torch.device(...)` concerns from its first use on. Made while torch.empty
+# is poisoned below, it would lack the real one, and all later tests of this process would make "meta" weights for real.
+_device_constructors()
 
 LENGTHS = (9, 6, 1, 8, 4)
 VOCABULARY = 97

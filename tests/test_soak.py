@@ -53,7 +53,8 @@ def tensors():
     gc.collect()
     storages = {}
     for one in gc.get_objects():
-        if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device.type == "cpu":
+        dense = type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout == torch.strided
+        if dense and one.device.type == "cpu":
             storage = one.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values()) / 2**20

@@ -98,7 +98,6 @@ class Round:
         self.outputs = outputs
         self.part = clock.part if clock is not None else lambda name: nullcontext()
         self._nothing = Proposal(*state.no_drafts)
-        target.ends = state.ends
 
     def prefill(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
         """Read the prompts and commit each row's first token; arguments as of :meth:`Target.prefill`."""
@@ -109,7 +108,6 @@ class Round:
         """Go on with these rows alone, int64 ``[n]``."""
         for one in (self.target, self.drafter, self.state):
             one.select(rows)
-        self.target.ends = self.state.ends
         self.sampling = self.sampling.select(rows)
         self._nothing = Proposal(*self.state.no_drafts)
 

@@ -14,6 +14,7 @@ from dspark_fast.engine.attention import attending, check_attended, ragged
 from dspark_fast.engine.cache import RaggedCache
 from dspark_fast.engine.compiled import chosen, compiling, modes
 from dspark_fast.engine.own_cache import OnFeatures, OwnCacheTarget
+from dspark_fast.engine.positions import learned_positions
 from dspark_fast.engine.taps import Taps, tapped
 
 #: Tokens per row and pass while a prompt is read: long prompts come in chunks, so that neither the scores of a pass nor
@@ -26,11 +27,9 @@ class Target(Protocol):
 
     Attributes:
         compiled: whether passes over whole blocks have a fixed shape.
-        ends: int64 ``[B]``, positions that no committed token reaches.
     """
 
     compiled: bool
-    ends: torch.Tensor | None
 
     def prefill(self, tokens: torch.Tensor, counts: torch.Tensor, on_features: OnFeatures) -> torch.Tensor:
         """Read each row's first ``counts`` of ``tokens``; returns logits ``[B, 1, V]`` at each row's last one."""
@@ -58,8 +57,7 @@ class RaggedTarget:
         self._taps = taps
         self._checked = False
         self._compiled: set[int] = set()
-        #: int64 ``[B]``, positions that no committed token reaches; None bounds nothing
-        self.ends: torch.Tensor | None = None
+        self._positions = learned_positions(model)
 
     @property
     def memory(self) -> int:
@@ -149,9 +147,8 @@ class RaggedTarget:
 
     def _pass(self, ids: torch.Tensor, end: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         positions = self.cache.begin(ids.shape[1], end)
-        if self.ends is not None:
-            # Drafts that can no longer be committed may stand behind the last position that a model has learned.
-            positions = torch.minimum(positions, self.ends[:, None] - 1)
+        if self._positions is not None:  # drafts that can no longer be committed may stand behind the last one
+            positions = positions.clamp(max=self._positions - 1)
         return self._forward(ids, positions, 0), self._features()
 
     def advance(self, taken: torch.Tensor) -> None:

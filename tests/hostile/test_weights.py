@@ -153,7 +153,6 @@ def test_learned_positions_up_to_the_last(learned, attempt, through, plain, widt
     assert ours.value == plain(model, ids, max_new_tokens=new, **mask)
 
 
-@pytest.mark.xfail(strict=True, reason="IndexError: index out of range in self, after work was done")
 @pytest.mark.parametrize(("width", "new"), [(20, 4), (8, 12)])
 def test_more_tokens_than_learned_positions(learned, refused, through, width, new):
     model, _ = learned
