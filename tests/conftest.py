@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import setuptools  # noqa: F401  # before anything takes distutils from the standard library: torch's inductor then fails
 import torch
 from torch.utils._device import _device_constructors
 
