@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from dspark_fast.engine.requests import Request
 from dspark_fast.gumbel import GumbelMax
@@ -113,6 +114,30 @@ def first_difference(
         found.ulps = found.score_gap / (torch.finfo(raw.dtype).eps * 2.0 ** math.floor(math.log2(larger)))
     found.near_tie = found.score_gap <= 2 * found.rounding
     return found
+
+
+def check_comparable(request: Request, verification: str) -> None:
+    """Whether transformers' own ``generate`` can be made to give the same tokens.
+
+    Args:
+        request: what the call was asked for.
+        verification: of sampling.
+
+    Raises:
+        ValueError: naming what keeps it from that.
+    """
+    if request.do_sample and verification != "coupled":
+        raise ValueError(
+            "report_divergence is True, but rejection sampling keeps the law, not the tokens, of plain decoding: "
+            "accepted are greedy decoding and verification='coupled'"
+        )
+    for hindered, why in (
+        (request.takes_cuts, "a logits processor stands behind top-k, top-p or min-p"),
+        (any(isinstance(one, MaxTimeCriteria) for one in request.criteria), "max_time ends either side by the clock"),
+        (request.past is not None, "plain decoding cannot go on from these past_key_values"),
+    ):
+        if hindered:
+            raise ValueError(f"report_divergence is True, but {why}: leave it out")
 
 
 @torch.no_grad()

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.stopping_criteria import MaxTimeCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dspark_fast.arguments import check_arguments
 from dspark_fast.autoregressive import AutoregressiveDrafter
-from dspark_fast.divergence import divergence
+from dspark_fast.divergence import check_comparable, divergence
 from dspark_fast.draft import DSparkDraft
 from dspark_fast.drafters import Drafter, DSparkDrafter, NoDrafter, Noise
 from dspark_fast.engine.compiled import hindrance
@@ -113,7 +112,7 @@ class Decoding:
         request = read_request(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         self._check(model, request)
         if self.compared:
-            self._check_comparable(request)
+            check_comparable(request, self._verification)
         self.request = request
         mask = model_kwargs.get("attention_mask")
         prompts, lengths = pack(input_ids, mask)
@@ -252,25 +251,6 @@ class Decoding:
                 raise ValueError(f"the drafter is on {draft.device}, the target on {model.device}: move one with .to()")
         elif isinstance(draft, AutoregressiveDrafter):
             draft.check(model)
-
-    def _check_comparable(self, request: Request) -> None:
-        """Whether transformers' own ``generate`` can be made to give the same tokens.
-
-        Raises:
-            ValueError: naming what keeps it from that.
-        """
-        why = None
-        if request.do_sample and self._verification != "coupled":
-            why = (
-                "rejection sampling keeps the law, not the tokens, of plain decoding: accepted are greedy decoding and "
-            )
-            why += "verification='coupled'"
-        elif request.takes_cuts:
-            why = "a logits processor stands behind top-k, top-p or min-p: omit it"
-        elif any(isinstance(one, MaxTimeCriteria) for one in request.criteria):
-            why = "max_time is given, which ends either side when the clock says: omit it"
-        if why:
-            raise ValueError(f"report_divergence is True, but {why}")
 
     def _seeds(self, batch: int, request: Request) -> torch.Tensor:
         """One 64-bit seed per row: a list as it is, anything else expanded over (prompt, return sequence)."""
@@ -441,8 +421,6 @@ def generate(
             raise ValueError(f"{name} is given, which speculative decoding does not take: leave it out")
     if not report_divergence:
         return model.generate(input_ids, custom_generate=custom, **kwargs)
-    if kwargs.get("past_key_values") is not None:
-        raise ValueError("report_divergence is True with past_key_values, which plain decoding cannot go on from")
     custom.compared = True
     output = model.generate(input_ids, custom_generate=custom, **kwargs)
     settings = kwargs if stop_strings is None else {**kwargs, "stop_strings": stop_strings, "tokenizer": tokenizer}

@@ -66,7 +66,7 @@ class Reader:
     def leave(self) -> list[int] | None:
         """Which of the state's rows to go on with, if a quarter of them is finished: the state is to select these.
 
-        Not at once for each: all caches are copied, which a quarter of the rows pays for within a few rounds.
+        Not at once for each: all caches are copied.
         """
         live = [place for place, row in enumerate(self._places) if not self.finished[row]]
         if not live or 4 * len(live) > 3 * len(self._places):
