@@ -19,8 +19,8 @@ from dspark_fast.engine.taps import decoder_layers
 #: chance that a pair without a fault is told that it has one, over all hypotheses together
 LEVEL = 0.01
 LEAST_GAIN = 0.005  # of overlap: what is less is no fault, however certain
-# Some changes show the drafter the target's state of the anchor, which knows the next token and helps a good pair too:
-# 0.013 on SmolLM2's. They must do more than twice that.
+# Some changes show the drafter the target's state of the anchor, which knows the next token and helps a good pair a
+# little too. They must do more.
 LEAST_OF_TOLD = 0.03
 SCREEN = 3  # hypotheses are first tried on every so many-th block
 FINALISTS = 6  # of them are tried on all blocks
