@@ -304,8 +304,8 @@ def decoding(
         generator: draws the seed when none is given; without either, torch's global generator does.
         confidence_threshold: 0 to 1; cut each block before its first slot of lower confidence (zero drafts allowed).
         use_markov: false drops the Markov bias.
-        off_switch: decode plainly for a while when speculation is measured to lose, and try again. Which tokens are
-            drafted then depends on the clock: greedy and coupled output does not change by it, in rejection mode a seed
+        off_switch: decode plainly for a while when speculation is measured to lose, and try again; and verify no more
+            drafts of a block than are measured to pay. Which tokens are drafted then depends on the clock: greedy and coupled output does not change by it, in rejection mode a seed
             does not give the same tokens again. None: on, but off in rejection mode with ``seed`` or ``generator``.
         use_graph: replay rounds as CUDA graphs, which keep the caches' memory for the next call
             (:func:`dspark_fast.clear_graphs` frees it). None: where that works. The tokens are the same.

@@ -72,16 +72,16 @@ def loss(done):
 @pytest.mark.parametrize("cost", [1.2, 1.5, 2.0])
 def test_a_drafter_that_never_wins_costs_little(cost, once):
     done = call(cost, 1.0, 256, once=once)
-    assert done.pauses == 2 and 0 < loss(done) <= 0.025
+    assert done.pauses in (3, 4) and 0 < loss(done) <= 0.028
     # A round more is made before the host knows.
-    assert loss(call(cost, 1.0, 256, once=once, lag=1)) <= 0.025 + 2 * (cost - 1) / 256
+    assert loss(call(cost, 1.0, 256, once=once, lag=1)) <= 0.028 + 4 * (cost - 1) / 256
     longer = call(cost, 1.0, 4096)
-    assert longer.pauses > 6 and loss(longer) <= 0.008
+    assert longer.pauses > 6 and loss(longer) <= 0.004
 
 
 def test_a_round_that_costs_three_steps_is_not_made_often():
-    assert loss(call(3.0, 1.0, 256)) <= 0.025
-    assert call(3.0, 1.0, 256, lag=1).pauses == 2  # and not once more for the round that was under way
+    assert loss(call(3.0, 1.0, 256)) <= 0.032 and loss(call(3.0, 1.0, 1024)) <= 0.015
+    assert call(3.0, 1.0, 256, lag=1).pauses == 3  # and not once more for the round that was under way
 
 
 @pytest.mark.parametrize(("cost", "tau", "kept"), [(1.5, 1.8, 0.97), (1.5, 2.5, 0.98), (1.2, 1.5, 0.97)])
@@ -99,9 +99,9 @@ def test_a_drafter_that_turns_bad_is_found_out():
 
 def test_a_drafter_that_turns_good_is_found_again():
     done = [call(1.5, (1.0, 2.5), 2000, seed=seed) for seed in range(50)]
-    assert statistics.fmean(one.halves[1] for one in done) < 800  # of 600 at best; 1000 plainly
-    # After 64, 192 and 512 steps it has been tried three times, so the good half begins in the second pause of 512.
-    assert min(one.pauses for one in done) == 4
+    assert statistics.fmean(one.halves[1] for one in done) < 720  # of 600 at best; 1000 plainly
+    # After 32, 64, 128, 256 and 512 steps: the good half begins in the pause of 512.
+    assert min(one.pauses for one in done) == 5
 
 
 @pytest.mark.parametrize(("noise", "hiccups"), [(0.2, 0.0), (0.0, 0.03), (0.2, 0.02)])
@@ -114,13 +114,13 @@ def test_noise_of_the_clock_changes_little(noise, hiccups):
 
 
 def test_steps_are_timed_while_it_wins():
-    """Three at first, then ever more seldom, so that they cost no more than a hundredth."""
+    """Two at first, then ever more seldom, so that they cost no more than a hundredth."""
     switch, kinds = Switch(), []
     for _ in range(1000):
         kinds.append(switch.drafts())
         switch.note(kinds[-1], 1.5 if kinds[-1] else 1.0, 4.0)
     plain = [at for at, drafting in enumerate(kinds) if not drafting]
-    assert plain[:6] == [2, 3, 4, 9, 18, 35] and 10 < len(plain) < 16
+    assert plain[:5] == [2, 3, 20, 53, 118] and 8 < len(plain) < 14
     assert switch.plain_step == 1.0 and switch.pauses == 0
 
 
@@ -131,7 +131,7 @@ def test_every_round_is_charged_once():
         drafting = switch.drafts()
         rounds += drafting
         switch.note(drafting, 1.5 if drafting else 1.0, 1.375)
-    assert rounds == 29  # 29 eighths, and the half that one more could cost, are more than 4
+    assert rounds == 25  # 25 eighths, and the half that one more could cost, are more than 3.5
 
 
 def test_a_step_that_grows_slower_is_noticed():
@@ -179,11 +179,11 @@ def test_tokens_are_the_same_switched_off_or_not(mode, clock, make_target, promp
     won = dspark_fast.generate(model, right, batch.input_ids, off_switch=True, **settings)
     assert torch.equal(never, truth) and torch.equal(lost, truth) and torch.equal(won, truth)
     assert (never.stats.pauses, never.stats.plain_steps, never.stats.rounds) == (0, 0, 149)
-    # It is found out, tried again 64 steps later, and found out again.
-    assert lost.stats.pauses == 2 and lost.stats.rounds < 14
+    # It is found out, tried again 32 steps later, and found out again; and so after 64.
+    assert lost.stats.pauses == 3 and lost.stats.rounds < 16
     assert lost.stats.plain_steps == 149 - lost.stats.rounds and lost.stats.seconds.plain > 0
     assert set(lost.stats.acceptance_lengths[0]) == {1} and len(lost.stats.acceptance_lengths[0]) == lost.stats.rounds
-    assert won.stats.pauses == 0 and 3 <= won.stats.plain_steps <= 6
+    assert won.stats.pauses == 0 and 2 <= won.stats.plain_steps <= 6
     assert sum(map(len, won.stats.acceptance_lengths)) == 3 * won.stats.rounds
     assert [one.stats.off_switch for one in (never, lost, won)] == [False, True, True]
 
@@ -206,7 +206,7 @@ def test_the_drafter_hears_of_plain_steps(clock, make_target, make_draft, prompt
         out = dspark_fast.generate(model, Watched(make_draft(model)), batch.input_ids, off_switch=switch, **settings)
     assert out.stats.pauses >= 1
     both = drafted[0].keys() & drafted[1].keys()
-    assert len(both) > 10 and max(at for _, at in both) > 60
+    assert len(both) > 10 and max(at for _, at in both) > 40
     assert all(drafted[0][key] == drafted[1][key] for key in both)
 
 

@@ -18,6 +18,7 @@ from dspark_fast.engine.cache import RaggedCache
 from dspark_fast.engine.capacity import bucket, room
 from dspark_fast.engine.graphs import Workspace
 from dspark_fast.engine.outputs import Outputs
+from dspark_fast.engine.pace import Pace
 from dspark_fast.engine.past import Past
 from dspark_fast.engine.reader import OnCommit, Reader
 from dspark_fast.engine.round import Round, Sampling
@@ -112,6 +113,9 @@ def decode(
                     blocks = {work.drafter.block_size + 1, *([1] if plan.switch is not None else [])}
                     stats.compiled = target.compile(len(prompts), sorted(blocks), reader.longest)
             leaving = _may_leave(plan, work.drafter, stats)
+            # Where shapes are fixed there is one length.
+            paced = plan.switch is not None and not (plan.graph or stats.compiled)
+            pace, most = Pace(work.drafter.block_size) if paced else None, None
             started = time.perf_counter()
             while not reader.done:
                 drafting = plan.switch is None or plan.switch.drafts()
@@ -119,16 +123,19 @@ def decode(
                     work.run(rounds, drafting=drafting)
                 else:
                     _make_room(work, target, reader.longest + work.drafter.block_size + 1)
-                    rounds.run(reader.longest + work.drafter.block_size, drafting=drafting)
+                    most = None if pace is None else pace.drafts(len(work.state.lengths))
+                    rounds.run(reader.longest, drafting=drafting, most=most)
                 reader.queue(drafting)
                 with rounds.part("bookkeeping" if drafting else "plain"):
                     heard = reader.read()
                 now = time.perf_counter()
                 if plan.graph:
                     stats.seconds.graph += now - started
-                if plan.switch is not None:
-                    for drafted, tokens in heard:
-                        plan.switch.note(drafted, now - started, tokens)
+                for one in heard:
+                    if plan.switch is not None:
+                        plan.switch.note(one.drafted, now - started, one.tokens)
+                    if drafting and pace is not None:
+                        pace.note(most, one.rows, now - started, one.kept)
                 if leaving and not reader.done and (live := reader.leave()) is not None:
                     _weigh(stats, target, work.drafter)
                     rounds.select(torch.tensor(live, device=prompts.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,6 +14,23 @@ from dspark_fast.stats import Stats
 
 # on_commit(rows): the tokens that each row has just committed; an empty list for a row that is finished
 OnCommit = Callable[[list[list[int]]], None]
+
+
+@dataclass
+class Heard:
+    """What a report said of its round.
+
+    Attributes:
+        drafted: None for the prefill.
+        rows: that the state had.
+        kept: of each row that was not finished before, drafts judged and drafts accepted.
+        tokens: committed per such row.
+    """
+
+    drafted: bool | None
+    rows: int
+    kept: list[tuple[int, int]] = field(default_factory=list)
+    tokens: float = 0.0
 
 
 class Reader:
@@ -86,11 +104,8 @@ class Reader:
             copy, event = report.clone(), None
         self._waiting.append((copy, event, drafted))
 
-    def read(self, *, all_of_it: bool = False) -> list[tuple[bool | None, float]]:
+    def read(self, *, all_of_it: bool = False) -> list[Heard]:
         """Read the reports that are due.
-
-        Returns:
-            For each: whether it drafted, and tokens committed per row that was not finished before it.
 
         Raises:
             FloatingPointError: if logits that are needed are NaN, naming row and position.
@@ -100,22 +115,22 @@ class Reader:
             report, event, drafted = self._waiting.popleft()
             if event is not None:
                 event.synchronize()
-            heard.append((drafted, self._take(report.tolist(), drafted)))
+            heard.append(self._take(report.tolist(), drafted))
         return heard
 
-    def _take(self, report: list[list[int]], drafted: bool | None) -> float:
+    def _take(self, report: list[list[int]], drafted: bool | None) -> Heard:
         rows: list[list[int]] = [[] for _ in self.rows]
-        live, stopped = 0, False
+        heard, stopped = Heard(drafted, len(report)), False
         for row, line in zip(self._places, report):
             run = line[RUN : RUN + line[TAKEN]]
             self._written[row] += len(run)
             if self.finished[row]:
                 continue
-            live += 1
+            heard.kept.append((line[PROPOSED], line[ACCEPTED]))
             if -1 in run:
                 # Only among what was taken: a NaN behind a stop token or the length limit is in nobody's way.
                 position = self.lengths[row] + run.index(-1)
-                raise FloatingPointError(f"the logits of row {row} for position {position} are NaN or all -inf")
+                raise FloatingPointError(f"the logits of row {row} for position {position} are NaN, +inf or all -inf")
             acceptance = line[ACCEPTANCE]
             self.finished[row] = bool(line[FINISHED])
             if self._stopping is not None:
@@ -130,12 +145,13 @@ class Reader:
             if drafted:
                 self._stats.count(row, acceptance, line[PROPOSED], line[ACCEPTED])
             rows[row] = run
-        self._stats.rounds += bool(drafted and live)
-        self._stats.plain_steps += bool(drafted is False and live)
+        self._stats.rounds += bool(drafted and heard.kept)
+        self._stats.plain_steps += bool(drafted is False and heard.kept)
         self._on_commit(rows)
         if stopped:
             # The device learns of it before the next round; it may have made one more meanwhile.
             on_device = self._state.finished
             known = torch.tensor([self.finished[row] for row in self._places], pin_memory=on_device.is_cuda)
             on_device |= known.to(on_device.device, non_blocking=True)
-        return sum(map(len, rows)) / live if live else 0.0
+        heard.tokens = sum(map(len, rows)) / max(len(heard.kept), 1)
+        return heard

@@ -111,12 +111,13 @@ class Round:
         self.sampling = self.sampling.select(rows)
         self._nothing = Proposal(*self.state.no_drafts)
 
-    def run(self, end: int | None, *, drafting: bool) -> None:
+    def run(self, longest: int | None, *, drafting: bool, most: int | None = None) -> None:
         """One round.
 
         Args:
-            end: keys that the longest row may have after it, as for :meth:`Target.verify`; None in a graph.
+            longest: committed tokens of the longest row; None in a graph.
             drafting: false for a plain step: the target alone, one token.
+            most: verify so many drafts of each row at most; None for all. A graph has no choice.
         """
         state = self.state
         position, anchor = state.lengths - 1, state.anchor
@@ -124,11 +125,14 @@ class Round:
         if drafting:
             with self.part("draft"):
                 proposal = self.drafter.propose(anchor, position, self.sampling.noise)
+            if most is not None and most < proposal.tokens.shape[1]:
+                proposal = _shortened(replace(proposal, lengths=proposal.lengths.clamp(max=most)), most)
         with self.part("verify" if drafting else "plain"):
             lengths = proposal.lengths.masked_fill(state.finished, -1)
-            if end is not None and lengths.device.type == "cpu" and not self.target.compiled:
+            if longest is not None and lengths.device.type == "cpu" and not self.target.compiled:
                 proposal = _shortened(proposal, int(lengths.max()))
             ids = torch.cat([anchor[:, None], proposal.tokens.clamp(min=0)], dim=1)
+            end = None if longest is None else longest + ids.shape[1] - 1
             logits, features = self.target.verify(ids, end)
             taken = self._commit(logits, proposal, lengths)
             self.target.advance(taken)

@@ -7,21 +7,22 @@ from collections import deque
 from collections.abc import Collection
 
 # Plain steps' time that speculation may lose before it is switched off, at first and whenever it is tried again; a gain
-# is kept against later losses, up to _BANK. With a drafter that is never right, 256 tokens see the first two of these:
-# 6 steps too many, 2.3 %.
-_FIRST_ALLOWANCE = 4.0
-_ALLOWANCE = 2.0
+# is kept against later losses, up to _BANK. With a drafter that is never right, 256 tokens see the first four of these:
+# 6.5 steps too many, 2.5 %.
+_FIRST_ALLOWANCE = 3.5
+_ALLOWANCE = 1.0
 _BANK = 12.0
-# A pause of so many plain steps, then three times as many, and so on; speculation is then tried again.
-_FIRST_PAUSE = 64
-_LONGER = 3
+# A pause of so many plain steps, then twice as many, and so on; speculation is then tried again. An answer may begin
+# badly and go on well: a list's first lines are not yet like one another.
+_FIRST_PAUSE = 32
+_LONGER = 2
 _LONGEST_PAUSE = 512
-# After the first rounds, plain steps are taken to learn what one costs: three, since the first may pay for whatever is
-# done once. One more is taken after 4 rounds, 8, 16 and so on, then every 128: the first few may have been timed badly,
-# and a step grows slower as the context grows.
+# After the first rounds, plain steps are taken to learn what one costs: two, since the first may pay for whatever is
+# done once. One more is taken after 16 rounds, 32, 64 and so on, then every 128: the first may have been timed badly,
+# and a step grows slower as the context grows. While drafting wins, each of them costs half a step.
 _WARM_UP = 2
-_SAMPLES = 3
-_REFRESH = 4
+_SAMPLES = 2
+_REFRESH = 16
 _LONGEST_REFRESH = 128
 # What took more than so many times the median is a hiccup of the machine, not what it costs.
 _HICCUP = 1.5
@@ -108,7 +109,9 @@ class Switch:
         if self._owed + max(cost - 1, 0) > self._allowance:
             self.pauses += 1
             self._left = self._pause
-            self._pause = min(_LONGER * self._pause, _LONGEST_PAUSE)
+            # A single try may cost more than its allowance: it is then made more seldom.
+            longer = _LONGER * max(1.0, (cost - 1) / _ALLOWANCE)
+            self._pause = min(round(longer * self._pause), _LONGEST_PAUSE)
             self._allowance = _ALLOWANCE
             self._owed = self._settled = 0.0
             self._since.clear()
