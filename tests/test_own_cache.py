@@ -7,6 +7,7 @@ import torch
 import transformers
 from transformers import cache_utils
 
+import dspark_fast
 from dspark_fast.engine.eligibility import choose_target
 from dspark_fast.engine.own_cache import OwnCacheTarget
 from dspark_fast.engine.taps import tapped
@@ -278,3 +279,32 @@ def test_state_of_an_unknown_kind_is_refused(family, changes, message, make_targ
     model = make_target(family, **changes)
     with pytest.raises(ValueError, match=f"{family}ForCausalLM {message}"):
         speculated(model, [0], 1.0)
+
+
+LAST = {
+    "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": 32}),
+    "biogpt": ("BioGpt", {"max_position_embeddings": 32}),
+    "ctrl": ("CTRL", {"n_embd": 64, "n_layer": 6, "n_head": 4, "n_positions": 32, "dff": 96}),
+}
+
+
+@pytest.mark.parametrize(("name", "changes"), LAST.values(), ids=LAST)
+@pytest.mark.parametrize("right", [1.0, 0.0])
+def test_blocks_end_where_the_positions_do(name, changes, right, make_target, scripted):
+    """The last round has room for no draft; a token more is refused before any work."""
+    head = "CTRLLMHeadModel" if name == "CTRL" else f"{name}ForCausalLM"
+    if name == "CTRL":
+        torch.manual_seed(0)
+        ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "vocab_size": 97}
+        model = transformers.CTRLLMHeadModel(transformers.CTRLConfig(**changes, **ends, initializer_range=0.25)).eval()
+    else:
+        model = make_target(name, **changes)
+    assert type(model).__name__ == head
+    new = 32 - PROMPT.shape[1] + 1
+    truth = model.generate(PROMPT, max_new_tokens=new, do_sample=False)
+    drafter = scripted([truth[0].tolist()], right=right, ragged=False)
+    ours = dspark_fast.generate(model, drafter, PROMPT, max_new_tokens=new, do_sample=False, off_switch=False)
+    assert torch.equal(ours, truth)
+    assert ours.stats.proposed[-1] < ours.stats.proposed[0] == ours.stats.rounds - (right == 0.0)
+    with pytest.raises(ValueError, match=f"max_new_tokens is {new + 1} .* accepted is up to {new}"):
+        dspark_fast.generate(model, drafter, PROMPT, max_new_tokens=new + 1, do_sample=False)

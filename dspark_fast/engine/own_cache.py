@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from dspark_fast.engine.positions import learned_positions
 from dspark_fast.engine.taps import Taps
 
 # Tokens that may wait to be read again together with the next block; more are read at once, on their own.
@@ -46,6 +47,7 @@ class OwnCacheTarget:
             raise ValueError(f"{type(model).__name__} takes no cache of transformers, so it cannot be rolled back")
         self._argument = names[0]
         self._keeps = "logits_to_keep" in parameters
+        self._positions = learned_positions(model)
         self._cache = cache
         self._crops = False
         self._length = 0  # committed tokens, those that wait included
@@ -59,6 +61,11 @@ class OwnCacheTarget:
         """Bytes of the model's state, as its cache holds it now."""
         layers = [] if self._cache is None else self._cache.layers
         return sum(tensor.nbytes for layer in layers for value in vars(layer).values() for tensor in _tensors(value))
+
+    @property
+    def room(self) -> int | None:
+        """Drafts that its learned positions have room for behind the anchor."""
+        return None if self._positions is None else self._positions - self._length - 1
 
     def grow(self, capacity: int) -> None:
         """Nothing to do: the model's cache grows by itself."""

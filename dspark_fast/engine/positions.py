@@ -1,7 +1,8 @@
-"""Targets that have learned a vector for each position, and so have a last one."""
+"""Targets that know a vector for each position up to some last one."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -9,10 +10,13 @@ _NAMES = ("wpe", "embed_positions", "position_embedding", "position_embeddings")
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
-    """How many positions the model has learned; None where they go on, as with RoPE."""
+    """How many positions the model has vectors for; None where they go on, as with RoPE."""
     if getattr(model.config.get_text_config(decoder=True), "rope_parameters", None):
         return None  # without a look at all modules, which a drafter that is driven anew each round would pay for
-    for name, module in model.get_decoder().named_modules():
-        if type(module) is nn.Embedding and name.rsplit(".", 1)[-1] in _NAMES:
-            return module.num_embeddings
-    return None
+    decoder = model.get_decoder()
+    for name, module in decoder.named_modules():
+        # OPT's and BioGPT's begin behind a few rows that they never read; others compute what they lack.
+        if name.rsplit(".", 1)[-1] in _NAMES and (type(module) is nn.Embedding or hasattr(module, "offset")):
+            return module.num_embeddings - getattr(module, "offset", 0)
+    table = getattr(decoder, "pos_encoding", None)  # CTRL's sines
+    return len(table) if isinstance(table, torch.Tensor) else None

@@ -125,6 +125,7 @@ class Round:
         if drafting:
             with self.part("draft"):
                 proposal = self.drafter.propose(anchor, position, self.sampling.noise)
+            most = min((bound for bound in (most, self.target.room) if bound is not None), default=None)
             if most is not None and most < proposal.tokens.shape[1]:
                 proposal = _shortened(replace(proposal, lengths=proposal.lengths.clamp(max=most)), most)
         with self.part("verify" if drafting else "plain"):

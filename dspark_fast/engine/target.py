@@ -27,9 +27,11 @@ class Target(Protocol):
 
     Attributes:
         compiled: whether passes over whole blocks have a fixed shape.
+        room: how many drafts a block may have; None if it can take any number.
     """
 
     compiled: bool
+    room: int | None
 
     def prefill(self, tokens: torch.Tensor, counts: torch.Tensor, on_features: OnFeatures) -> torch.Tensor:
         """Read each row's first ``counts`` of ``tokens``; returns logits ``[B, 1, V]`` at each row's last one."""
@@ -50,6 +52,8 @@ class Target(Protocol):
 
 class RaggedTarget:
     """A transformers model behind our cache and our attention, any number of rows, each of its own length."""
+
+    room = None
 
     def __init__(self, model: PreTrainedModel, cache: RaggedCache, taps: Taps) -> None:
         self.model = model
