@@ -1,10 +1,15 @@
-"""What ``generate`` is given, looked at before transformers does, whose errors name neither argument nor value."""
+"""What ``generate`` and ``decoding`` are given: a value of the wrong kind is named, before any work.
+
+``generate`` looks before transformers does, whose errors name neither argument nor value; ``decoding`` looks at its own
+options when it is made, and at what transformers made of the rest when it is called.
+"""
 
 from __future__ import annotations
 
 import math
 import numbers
 import operator
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,11 +38,37 @@ def check_arguments(model: Any, input_ids: Any, own: dict[str, Any], given: dict
         raise ValueError(f"model is a {type(model).__name__}: accepted is a transformers model")
     if given.get("inputs_embeds") is None:  # refused later, by name
         _check_input(input_ids, given.get("attention_mask"))
-    for values, kinds in ((own, _OWN), (given, _GIVEN)):
-        for name, (fits, accepted) in kinds.items():
-            value = values.get(name)
-            if value is not None and not fits(value):
-                raise ValueError(f"{name} is {value!r}: accepted is {accepted}")
+    check_own(own)
+    _check_kinds(given, _GIVEN)
+
+
+def check_own(own: dict[str, Any]) -> None:
+    """:func:`check_arguments` for our options alone, by name."""
+    for name in _NEVER_NONE:
+        if name in own and own[name] is None:
+            raise ValueError(f"{name} is None: accepted is {_OWN[name][1]}")
+    _check_kinds(own, _OWN)
+
+
+def check_prepared(input_ids: Any, config: Any, given: dict[str, Any]) -> None:
+    """:func:`check_arguments` for what transformers hands to a callable: it has put settings into ``config``."""
+    if given.get("inputs_embeds") is None:
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        _check_input(input_ids, mask)
+        if mask is None and positions is not None and positions.shape != input_ids.shape:
+            # transformers makes them of the mask, and drops one of all ones
+            raise ValueError(
+                f"position_ids or attention_mask has shape {list(positions.shape)}, input_ids {list(input_ids.shape)}: "
+                "accepted is a mask of the same shape"
+            )
+    _check_kinds({**{name: getattr(config, name, None) for name in _GIVEN}, **given}, _GIVEN)
+
+
+def _check_kinds(values: dict[str, Any], kinds: dict[str, tuple[Callable[[Any], bool], str]]) -> None:
+    for name, (fits, accepted) in kinds.items():
+        value = values.get(name)
+        if value is not None and not fits(value):
+            raise ValueError(f"{name} is {reprlib.repr(value)}: accepted is {accepted}")
 
 
 def _check_input(input_ids: Any, mask: Any) -> None:
@@ -82,7 +113,7 @@ def _tokens(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return not value.is_floating_point()
     some = value if isinstance(value, (list, tuple, set)) else [value]
-    return all(_integer(-(2**31), 2**31 - 1)(one) for one in some)
+    return all(_integer(-(2**63), 2**63 - 1)(one) for one in some)
 
 
 def _strings(value: Any) -> bool:
@@ -90,7 +121,9 @@ def _strings(value: Any) -> bool:
 
 
 def _seeds(value: Any) -> bool:
-    return isinstance(value, (int, Sequence, torch.Tensor)) and not isinstance(value, (bool, str))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return -(2**63) <= value < 2**64
+    return isinstance(value, (Sequence, torch.Tensor)) and not isinstance(value, (str, bytes))
 
 
 def _flag(value: Any) -> bool:
@@ -98,10 +131,11 @@ def _flag(value: Any) -> bool:
 
 
 _FLAGS = ("use_markov", "off_switch", "use_graph", "compile_target", "log_probs", "report_divergence")
+_NEVER_NONE = ("use_markov", "compile_target", "log_probs", "report_divergence", "confidence_threshold")
 _OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_FLAGS, (_flag, "True or False")),
     "confidence_threshold": (_number, "0 to 1"),
-    "seed": (_seeds, "a 64-bit integer or one per row"),
+    "seed": (_seeds, "an integer of 64 bits or one per row"),
     "generator": (lambda value: isinstance(value, torch.Generator), "a torch.Generator"),
     "streamer": (lambda value: hasattr(value, "put") and hasattr(value, "end"), "a transformers streamer"),
     "stop_strings": (_strings, "a string or a list of them, none empty"),

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from dspark_fast.arguments import check_arguments
+from dspark_fast.arguments import check_arguments, check_own, check_prepared
 from dspark_fast.autoregressive import AutoregressiveDrafter
 from dspark_fast.divergence import check_comparable, divergence
 from dspark_fast.draft import DSparkDraft
@@ -20,10 +20,11 @@ from dspark_fast.engine.eligibility import choose_target
 from dspark_fast.engine.graphs import obstacle
 from dspark_fast.engine.loop import Plan, decode
 from dspark_fast.engine.outputs import Outputs
+from dspark_fast.engine.own_past import OwnPast
 from dspark_fast.engine.packing import pack
-from dspark_fast.engine.past import Past, foreign
+from dspark_fast.engine.past import taken
 from dspark_fast.engine.positions import learned_positions
-from dspark_fast.engine.processors import Processors
+from dspark_fast.engine.processors import Processors, named
 from dspark_fast.engine.requests import Request, read_request
 from dspark_fast.engine.round import Cuts, Sampling
 from dspark_fast.engine.state import Limits
@@ -108,6 +109,8 @@ class Decoding:
         generation_config: Any = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        lists = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
+        check_prepared(input_ids, generation_config, {**model_kwargs, **lists})
         input_ids = input_ids.long()  # as transformers' own generate makes them of int32
         request = read_request(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         self._check(model, request)
@@ -119,7 +122,8 @@ class Decoding:
         plan = self._plan(model, request, input_ids, prompts, lengths)
         if self._streamer is not None:
             self._streamer.put(input_ids.cpu())
-        decoded = decode(model, self._drafter, prompts, lengths, plan)
+        with named(request.processors):
+            decoded = decode(model, self._drafter, prompts, lengths, plan)
         self.stats = decoded.stats
         if self._streamer is not None:
             self._streamer.end()
@@ -158,13 +162,7 @@ class Decoding:
         criteria = [*request.criteria, *self._criteria]
         wanted = {"scores": request.output_scores, "logits": request.output_logits, "log_probs": self._log_probs}
         wanted = [name for name, asked in wanted.items() if asked]
-        past = request.past
-        if past is not None and not past.get_seq_length():
-            past = None
-        if past is not None and not isinstance(past, Past):
-            past = foreign(past, model, prompts, padding)
-        if past is not None:
-            past.check(model, prompts)
+        past = taken(request.past, model, prompts, padding)
         known = torch.zeros_like(lengths) if past is None else past.common(prompts, lengths)
         longest, table = int(lengths.max()), learned_positions(model)
         if table is not None and longest + request.new_tokens - 1 > table:  # the last token is never read
@@ -180,9 +178,13 @@ class Decoding:
             longest=longest,
             total=longest + request.new_tokens + self._drafter.block_size,
             chunk=PREFILL_CHUNK,
+            own=request.quantised is not None or isinstance(past, OwnPast),
         )
-        if path == "own" and past is not None:
-            raise ValueError(f"past_key_values is given, but {type(model).__name__} is driven behind its own cache")
+        if path == "own" and past is not None and not isinstance(past, OwnPast):
+            raise ValueError(
+                f"past_key_values is a {type(request.past).__name__}, but {type(model).__name__} is driven behind its "
+                "own cache: accepted is what an earlier call gave"
+            )
         return Plan(
             Sampling(noise, cuts, processors),
             limits,
@@ -195,7 +197,8 @@ class Decoding:
             compiled=self._compiles(model, path),
             strict=self._use_graph is True,
             past=past,
-            keep=request.return_dict and path == "ragged",
+            quantised=request.quantised,
+            keep=request.return_dict,
         )
 
     def _stream(self, rows: list[list[int]]) -> None:
@@ -305,8 +308,9 @@ def decoding(
         confidence_threshold: 0 to 1; cut each block before its first slot of lower confidence (zero drafts allowed).
         use_markov: false drops the Markov bias.
         off_switch: decode plainly for a while when speculation is measured to lose, and try again; and verify no more
-            drafts of a block than are measured to pay. Which tokens are drafted then depends on the clock: greedy and coupled output does not change by it, in rejection mode a seed
-            does not give the same tokens again. None: on, but off in rejection mode with ``seed`` or ``generator``.
+            drafts of a block than are measured to pay. Which tokens are drafted then depends on the clock: greedy and
+            coupled output does not change by it, in rejection mode a seed does not give the same tokens again. None:
+            on, but off in rejection mode with ``seed`` or ``generator``.
         use_graph: replay rounds as CUDA graphs, which keep the caches' memory for the next call
             (:func:`dspark_fast.clear_graphs` frees it). None: where that works. The tokens are the same.
         compile_target: compile the target's pass over a block with ``torch.compile``, and use that if it is measured to
@@ -320,21 +324,21 @@ def decoding(
     Raises:
         ValueError: for an argument out of range, naming it, its value and what is accepted.
     """
-    return Decoding(
-        draft,
-        verification=verification,
-        seed=seed,
-        generator=generator,
-        confidence_threshold=confidence_threshold,
-        use_markov=use_markov,
-        off_switch=off_switch,
-        use_graph=use_graph,
-        compile_target=compile_target,
-        log_probs=log_probs,
-        stop_strings=stop_strings,
-        tokenizer=tokenizer,
-        streamer=streamer,
-    )
+    own = {
+        "seed": seed,
+        "generator": generator,
+        "confidence_threshold": confidence_threshold,
+        "use_markov": use_markov,
+        "off_switch": off_switch,
+        "use_graph": use_graph,
+        "compile_target": compile_target,
+        "log_probs": log_probs,
+        "stop_strings": stop_strings,
+        "tokenizer": tokenizer,
+        "streamer": streamer,
+    }
+    check_own(own)
+    return Decoding(draft, verification=verification, **own)
 
 
 def generate(

@@ -3,26 +3,39 @@
 Each function has the signature of its reference and ``backend`` besides: ``"kernel"``, ``"reference"`` or None, which
 leaves the choice to :mod:`dspark_fast.backend`. Nothing here reads a tensor's values, so nothing waits for a GPU (but a
 parameter handed over as a tensor on another device is copied, which does).
+
+What the tensors hold is therefore the caller's: ids of the vocabulary, lengths that fit the caches, temperatures of 0
+or more. With others a result means nothing, and on a GPU memory may be read or written that is not the op's.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from dspark_fast.backend import choose, multiplies_float8
+from dspark_fast.checks import (
+    COUNTS,
+    FLOAT8,
+    FLOATS,
+    IDS,
+    LOGITS_DTYPES,
+    Scalar,
+    alike,
+    dense,
+    dense_or_none,
+    logits_of,
+    number,
+    one_of,
+    per_row,
+)
 from dspark_fast.reference import DraftLoss, MarkovWalk
 from dspark_fast.reference.markov import HEADS, NORM_GROUP
 from dspark_fast.reference.verify import MODES
 from dspark_fast.registered import call
 
-Scalar = float | int | torch.Tensor
-
-SEEDS = {"at_least": -(2**63), "at_most": 2**63 - 1}
 LONGEST_BLOCK = 16  # queries that the attention kernel takes: it reads K and V once for all of them
 WIDEST_HEAD = 256
-LOGITS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FLAGS = (True, False)
 
 
 def markov_walk(
@@ -52,43 +65,38 @@ def markov_walk(
         ValueError: for an unknown head or dtype, a number out of its range, or shapes that do not fit each other,
             naming what was given and what is accepted.
     """
-    batch, block, vocab = _shape("base_logits", base_logits, "B, T, V")
-    _expect("anchor", anchor, (batch,))
+    batch, block, vocab = logits_of("base_logits", base_logits, "B", "T", "V")
+    dense("anchor", anchor, COUNTS, batch)
     if (w1 is None) != (w2 is None):
         raise ValueError("w1 and w2 come together: one is None")
-    if head not in HEADS:
-        raise ValueError(f"head is {head!r}: accepted are {', '.join(HEADS)}")
-    if candidates < 0:
-        raise ValueError(f"candidates is {candidates}: accepted are 0 (all) and above")
-    if logits_dtype not in LOGITS_DTYPES:
-        raise ValueError(f"logits_dtype is {logits_dtype}: accepted are {', '.join(map(str, LOGITS_DTYPES))}")
+    one_of("head", head, HEADS)
+    one_of("keep_logits", keep_logits, FLAGS)
+    one_of("coupled", coupled, FLAGS)
+    one_of("logits_dtype", logits_dtype, LOGITS_DTYPES)
+    candidates = number("candidates", candidates)
     if w2_norms is not None:
         if w2 is None or keep_logits or candidates or vocabulary is not None:
             raise ValueError(
                 "w2_norms needs w2, keep_logits=False, candidates=0 and no vocabulary: not all logits are computed"
             )
-        _expect("w2_norms", w2_norms, (-(-vocab // NORM_GROUP),))
+        dense("w2_norms", w2_norms, FLOATS, -(-vocab // NORM_GROUP))
+    dense_or_none("hidden", hidden, FLOATS, batch, block, "H")
+    dense_or_none("head_weight", head_weight, FLOATS)
+    dense_or_none("head_bias", head_bias, FLOATS)
+    dense_or_none("vocabulary", vocabulary, IDS, vocab)
     if w1 is not None and w2 is not None:
-        if w2.dtype.itemsize == 1 and w2.dtype != torch.float8_e4m3fn:
-            raise ValueError(f"w2 is {w2.dtype}: of the 8-bit dtypes float8_e4m3fn alone is accepted")
-        rank = w1.shape[-1]
-        _expect("w1", w1, (vocab if vocabulary is None else w1.shape[0], rank))
-        _expect("w2", w2, (vocab, rank))
+        rank = dense("w1", w1, FLOATS, "V" if vocabulary is not None else vocab, "R")[1]
+        dense("w2", w2, FLOAT8, vocab, rank)
         if head != "vanilla":
             if hidden is None or head_weight is None:
                 raise ValueError(f"head is {head!r}, which needs hidden and head_weight")
             width, gated = hidden.shape[-1], head == "gated"
-            _expect("hidden", hidden, (batch, block, width))
-            _expect("head_weight", head_weight, (rank, width + rank) if gated else (3 * rank, 2 * rank + width))
-            if head_bias is not None:
-                _expect("head_bias", head_bias, (rank if gated else 3 * rank,))
-    if vocabulary is not None:
-        _expect("vocabulary", vocabulary, (vocab,))
-        if vocabulary.dtype != torch.int64:
-            raise ValueError(f"vocabulary is {vocabulary.dtype}: accepted is torch.int64")
+            weighs = (rank, width + rank) if gated else (3 * rank, 2 * rank + width)
+            dense("head_weight", head_weight, FLOATS, *weighs)
+            dense_or_none("head_bias", head_bias, FLOATS, rank if gated else 3 * rank)
     weights = {"w1": w1, "w2": w2, "head_weight": head_weight, "head_bias": head_bias, "w2_norms": w2_norms}
     weights["vocabulary"] = vocabulary
-    _on_one_device(base_logits=base_logits, **weights, hidden=hidden, anchor=anchor)
+    alike("device", base_logits=base_logits, **weights, hidden=hidden, anchor=anchor)
     beyond = None
     if w2 is not None and w2.dtype.itemsize == 1 and not multiplies_float8(w2.device):
         beyond = f"w2 is {w2.dtype}, which this GPU does not read"
@@ -99,9 +107,9 @@ def markov_walk(
         _rows(w1),
         _rows(w2),
         anchor.contiguous(),
-        temperature=per_row(temperature, base_logits, torch.float32, "temperature", at_least=0),
-        seed=per_row(seed, base_logits, torch.int64, "seed", **SEEDS),
-        position=per_row(position, base_logits, torch.int64, "position"),
+        temperature=per_row(temperature, base_logits, "temperature"),
+        seed=per_row(seed, base_logits, "seed"),
+        position=per_row(position, base_logits, "position"),
         head=head,
         head_weight=_rows(head_weight),
         head_bias=_rows(head_bias),
@@ -139,23 +147,25 @@ def verify(
         ValueError: for an unknown mode, a number out of its range, or shapes that do not fit each other, naming what
             was given and what is accepted.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}: accepted are {', '.join(MODES)}")
-    batch, slots, vocab = _shape("target_logits", target_logits, "B, T+1, V")
-    _expect("draft_tokens", draft_tokens, (batch, slots - 1))
-    _expect("draft_lengths", draft_lengths, (batch,))
+    one_of("mode", mode, MODES)
+    batch, slots, vocab = logits_of("target_logits", target_logits, "B", "T+1", "V")
+    if not slots:
+        raise ValueError(f"target_logits has shape {list(target_logits.shape)}: expected T+1 of 1 or more")
+    dense("draft_tokens", draft_tokens, IDS, batch, slots - 1)
+    dense("draft_lengths", draft_lengths, COUNTS, batch)
+    q, statistics = (), ()  # not looked at but in rejection mode
     if mode == "rejection" and slots > 1:
         if draft_logits is None:
             raise ValueError("draft_logits is None: rejection needs the logits that the drafts were drawn from")
-        _expect("draft_logits", draft_logits, (batch, slots - 1, vocab))
         if (draft_row_max is None) != (draft_log_sum is None):
             raise ValueError("draft_row_max and draft_log_sum come together: one is None")
-        if draft_row_max is not None and draft_log_sum is not None:
-            _expect("draft_row_max", draft_row_max, (batch, slots - 1))
-            _expect("draft_log_sum", draft_log_sum, (batch, slots - 1))
+        q, statistics = (batch, slots - 1, vocab), (batch, slots - 1)
+    dense_or_none("draft_logits", draft_logits, FLOATS, *q)
+    dense_or_none("draft_row_max", draft_row_max, FLOATS, *statistics)
+    dense_or_none("draft_log_sum", draft_log_sum, FLOATS, *statistics)
     drafts = {"draft_tokens": draft_tokens, "draft_logits": draft_logits, "draft_lengths": draft_lengths}
-    statistics = {"draft_row_max": draft_row_max, "draft_log_sum": draft_log_sum}
-    _on_one_device(target_logits=target_logits, **drafts, **statistics)
+    sums = {"draft_row_max": draft_row_max, "draft_log_sum": draft_log_sum}
+    alike("device", target_logits=target_logits, **drafts, **sums)
     return call(
         "verify",
         choose(backend, target_logits),
@@ -163,9 +173,9 @@ def verify(
         _rows(draft_tokens),
         _rows(draft_logits),
         draft_lengths.contiguous(),
-        temperature=per_row(temperature, target_logits, torch.float32, "temperature", at_least=0),
-        seed=per_row(seed, target_logits, torch.int64, "seed", **SEEDS),
-        position=per_row(position, target_logits, torch.int64, "position"),
+        temperature=per_row(temperature, target_logits, "temperature"),
+        seed=per_row(seed, target_logits, "seed"),
+        position=per_row(position, target_logits, "position"),
         mode=mode,
         **_cuts(target_logits, top_k, top_p, min_p),
         draft_row_max=None if draft_row_max is None else draft_row_max.contiguous(),
@@ -187,9 +197,10 @@ def cut_logits(
     Raises:
         ValueError: for a number out of its range, or a shape that does not fit.
     """
+    logits_of("logits", logits)
     if logits.dim() not in (2, 3):
         raise ValueError(f"logits has shape {list(logits.shape)}: expected [B, V] or [B, T, V]")
-    temperature = per_row(temperature, logits, torch.float32, "temperature", at_least=0)
+    temperature = per_row(temperature, logits, "temperature")
     cuts = _cuts(logits, top_k, top_p, min_p)
     return call("cut_logits", choose(backend, logits), logits, temperature, *cuts.values())
 
@@ -213,28 +224,25 @@ def block_attention(
     Raises:
         ValueError: if the shapes do not fit each other, or a number is out of its range.
     """
-    batch, block, heads, width = _shape("q", q, "B, T, Hq, D")
-    _, capacity, kv_heads, _ = _shape("k_cache", k_cache, "B, C, Hkv, D")
-    _expect("k_cache", k_cache, (batch, capacity, kv_heads, width))
-    value_width = _shape("v_cache", v_cache, "B, C, Hkv, Dv")[-1]
-    _expect("v_cache", v_cache, (batch, capacity, kv_heads, value_width))
-    _expect("lengths", lengths, (batch,))
+    batch, block, heads, width = dense("q", q, FLOATS, "B", "T", "Hq", "D")
+    _, capacity, kv_heads, _ = dense("k_cache", k_cache, FLOATS, batch, "C", "Hkv", width)
+    value_width = dense("v_cache", v_cache, FLOATS, batch, capacity, kv_heads, "Dv")[-1]
+    dense("lengths", lengths, COUNTS, batch)
     if not kv_heads or heads % kv_heads:
         raise ValueError(f"q has {heads} heads and k_cache {kv_heads}: the first must be a multiple")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}: accepted are None and 1 or more")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}: accepted are None and numbers above 0")
-    _on_one_device(q=q, k_cache=k_cache, v_cache=v_cache, lengths=lengths)
+    alike("dtype", q=q, k_cache=k_cache, v_cache=v_cache)
+    alike("device", q=q, k_cache=k_cache, v_cache=v_cache, lengths=lengths)
+    one_of("causal", causal, FLAGS)
+    options = {"scale": number("scale", scale), "causal": causal}
+    options["window"] = None if window is None else number("window", window)
+    options["softcap"] = None if softcap is None else number("softcap", softcap)
     beyond = None
     if block > LONGEST_BLOCK:
         beyond = f"q has {block} queries: the kernel takes {LONGEST_BLOCK}"
     elif max(width, value_width) > WIDEST_HEAD:
         beyond = f"a head is {max(width, value_width)} wide: the kernel takes {WIDEST_HEAD}"
-    elif not q.dtype == k_cache.dtype == v_cache.dtype or q.dtype not in LOGITS_DTYPES:
-        given = ", ".join(str(one.dtype) for one in (q, k_cache, v_cache))
-        beyond = f"q, k_cache and v_cache are {given}: the kernel takes one dtype, of 16 or 32 bits"
-    options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}
+    elif q.dtype not in LOGITS_DTYPES:
+        beyond = f"q, k_cache and v_cache are {q.dtype}: the kernel takes 16 or 32 bits"
     return call(
         "block_attention",
         choose(backend, q, beyond=beyond),
@@ -265,23 +273,23 @@ def store_context_kv(
     Raises:
         ValueError: if the shapes do not fit each other, or a cache's last axis is not contiguous.
     """
-    batch, rows, heads, width = _shape("k", k, "B, N, Hkv, D")
-    value_width = _shape("v", v, "B, N, Hkv, Dv")[-1]
-    _expect("v", v, (batch, rows, heads, value_width))
-    _expect("k_norm_weight", k_norm_weight, (width,))
-    _expect("cos", cos, (batch, rows, width))
-    _expect("sin", sin, (batch, rows, width))
+    batch, rows, heads, width = dense("k", k, FLOATS, "B", "N", "Hkv", "D")
+    value_width = dense("v", v, FLOATS, batch, rows, heads, "Dv")[-1]
+    dense("k_norm_weight", k_norm_weight, FLOATS, width)
+    dense("cos", cos, FLOATS, batch, rows, width)
+    dense("sin", sin, FLOATS, batch, rows, width)
     if width % 2:
         raise ValueError(f"k has heads of {width}: rotary position embedding needs an even width")
-    capacity = _shape("k_cache", k_cache, "B, C, Hkv, D")[1]
-    for name, cache, wide in (("k_cache", k_cache, width), ("v_cache", v_cache, value_width)):
-        _expect(name, cache, (batch, capacity, heads, wide))
+    capacity = dense("k_cache", k_cache, FLOATS, batch, "C", heads, width)[1]
+    dense("v_cache", v_cache, FLOATS, batch, capacity, heads, value_width)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.numel() and cache.stride(-1) != 1:  # it is written in place, so a contiguous copy would not do
             raise ValueError(f"{name} has strides {list(cache.stride())}: the last must be 1")
-    _expect("offsets", offsets, (batch,))
-    _expect("counts", counts, (batch,))
-    _on_one_device(k=k, v=v, k_norm_weight=k_norm_weight, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache)
-    _on_one_device(k=k, offsets=offsets, counts=counts)
+    dense("offsets", offsets, COUNTS, batch)
+    dense("counts", counts, COUNTS, batch)
+    eps = number("eps", eps)
+    new = {"k": k, "v": v, "k_norm_weight": k_norm_weight, "cos": cos, "sin": sin}
+    alike("device", **new, k_cache=k_cache, v_cache=v_cache, offsets=offsets, counts=counts)
     tensors = (_rows(k), _rows(v), k_norm_weight.contiguous(), _rows(cos), _rows(sin), k_cache, v_cache)
     call("store_context_kv", choose(backend, k), *tensors, offsets.contiguous(), counts.contiguous(), eps=eps)
 
@@ -311,41 +319,32 @@ def draft_loss(
         ValueError: for shapes or dtypes that do not fit, for none or both of target_hidden and target_tokens, and for
             a head or target_hidden that requires grad: they are frozen, and their gradient is not computed.
     """
-    rows, width = _shape("hidden", hidden, "N, H")
-    vocab = _shape("head", head, "V, H")[0]
-    _expect("head", head, (vocab, width))
+    rows, width = dense("hidden", hidden, LOGITS_DTYPES, "N", "H")
+    vocab = dense("head", head, LOGITS_DTYPES, "V", width)[0]
     if not vocab:
         raise ValueError("head has shape [0, H]: expected at least one token")
-    for name, tensor in (("labels", labels), ("ce_weights", ce_weights), ("tv_weights", tv_weights)):
-        _expect(name, tensor, (rows,))
-    _expect_dtype("labels", labels, torch.int64)
+    dense("labels", labels, IDS, rows)
+    dense("ce_weights", ce_weights, FLOATS, rows)
+    dense("tv_weights", tv_weights, FLOATS, rows)
     if (target_hidden is None) == (target_tokens is None):
         given = "neither" if target_hidden is None else "both"
         raise ValueError(f"exactly one of target_hidden and target_tokens is the target's distribution: {given} given")
     if (target_tokens is None) != (target_probs is None):
         raise ValueError("target_tokens and target_probs come together: one is None")
-    if target_hidden is not None:
-        _expect("target_hidden", target_hidden, (rows, width))
-    if target_tokens is not None and target_probs is not None:
-        _expect("target_probs", target_probs, tuple(_shape("target_tokens", target_tokens, "N, K")))
-        _expect("target_tokens", target_tokens, (rows, target_tokens.shape[1]))
-        _expect_dtype("target_tokens", target_tokens, torch.int64)
-    if log_total is not None:
-        _expect("log_total", log_total, (rows,))
+    dense_or_none("target_hidden", target_hidden, LOGITS_DTYPES, rows, width)
+    if target_tokens is not None:
+        listed = dense("target_tokens", target_tokens, IDS, rows, "K")
+        dense("target_probs", target_probs, FLOATS, *listed)
+    dense_or_none("log_total", log_total, FLOATS, rows)
     if (feature is None) != (w2 is None):
         raise ValueError("feature and w2 come together: one is None")
-    if feature is not None and w2 is not None:
-        rank = _shape("feature", feature, "N, R")[1]
-        _expect("feature", feature, (rows, rank))
-        _expect("w2", w2, (vocab, rank))
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}: accepted are None and numbers above 0")
-    for name, tensor in (("hidden", hidden), ("head", head), ("feature", feature), ("w2", w2)):
-        if tensor is not None and tensor.dtype not in LOGITS_DTYPES:
-            raise ValueError(f"{name} is {tensor.dtype}: accepted are {', '.join(map(str, LOGITS_DTYPES))}")
-    _on_one_device(hidden=hidden, target_hidden=target_hidden, labels=labels, ce_weights=ce_weights, head=head, w2=w2)
-    _on_one_device(hidden=hidden, tv_weights=tv_weights, feature=feature, log_total=log_total)
-    _on_one_device(hidden=hidden, target_tokens=target_tokens, target_probs=target_probs)
+    if feature is not None:
+        rank = dense("feature", feature, LOGITS_DTYPES, rows, "R")[1]
+        dense("w2", w2, LOGITS_DTYPES, vocab, rank)
+    softcap = None if softcap is None else number("softcap", softcap)
+    sums = {"labels": labels, "ce_weights": ce_weights, "tv_weights": tv_weights, "log_total": log_total}
+    targets = {"target_hidden": target_hidden, "target_tokens": target_tokens, "target_probs": target_probs}
+    alike("device", hidden=hidden, head=head, **sums, **targets, feature=feature, w2=w2)
     gradients = False
     if torch.is_grad_enabled():
         for name, tensor in (("head", head), ("target_hidden", target_hidden)):
@@ -366,80 +365,21 @@ def draft_loss(
         None if log_total is None else log_total.detach().float().contiguous(),
         _rows(target_tokens),
         None if target_probs is None else _rows(target_probs.detach().float()),
-        softcap=None if softcap is None else float(softcap),
+        softcap=softcap,
         gradients=gradients,
     )
     return DraftLoss(loss, surprise, distance)
 
 
-def per_row(
-    value: Scalar,
-    like: torch.Tensor,
-    dtype: torch.dtype,
-    name: str,
-    *,
-    at_least: float = -math.inf,
-    at_most: float = math.inf,
-) -> torch.Tensor:
-    """``value`` as a contiguous ``[B]`` tensor on the device of ``like``, whose first axis is B.
-
-    Raises:
-        ValueError: if it is a number out of range (a tensor's values are not looked at), or a tensor of another shape.
-    """
-    if not isinstance(value, torch.Tensor):
-        _in_range(name, value, at_least, at_most)
-        return torch.full((like.shape[0],), value, dtype=dtype, device=like.device)
-    if value.numel() == 1:
-        value = value.reshape(1).expand(like.shape[0])
-    _expect(name, value, (like.shape[0],))
-    return value.to(like.device, dtype).contiguous()
-
-
-def _in_range(name: str, value: float, at_least: float, at_most: float) -> None:
-    if not at_least <= value <= at_most:  # NaN is refused too
-        most = f"to {at_most}" if at_most < math.inf else "and above"
-        raise ValueError(f"{name} is {value}: accepted are {at_least} {most}")
-
-
-def _on_one_device(**tensors: torch.Tensor | None) -> None:
-    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    if len(set(devices.values())) > 1:
-        raise ValueError(
-            f"{', '.join(f'{name} is on {device}' for name, device in devices.items())}: expected one device"
-        )
-
-
 def _cuts(logits: torch.Tensor, top_k: Scalar, top_p: Scalar, min_p: Scalar) -> dict[str, torch.Tensor | None]:
     """The cuts as ``[B]`` tensors; None for one that is given as its neutral number: it costs the kernels nothing."""
-
-    def cut(name: str, value: Scalar, neutral: float, dtype: torch.dtype, most: float) -> torch.Tensor | None:
-        if not isinstance(value, torch.Tensor) and value == neutral:
-            return None
-        return per_row(value, logits, dtype, name, at_least=0, at_most=most)
-
-    return {
-        "top_k": cut("top_k", top_k, 0, torch.int64, math.inf),
-        "top_p": cut("top_p", top_p, 1, torch.float32, 1),
-        "min_p": cut("min_p", min_p, 0, torch.float32, 1),
-    }
+    cuts: dict[str, torch.Tensor | None] = {}
+    for name, value, neutral in (("top_k", top_k, 0), ("top_p", top_p, 1), ("min_p", min_p, 0)):
+        alone = not isinstance(value, torch.Tensor) and number(name, value) == neutral
+        cuts[name] = None if alone else per_row(value, logits, name)
+    return cuts
 
 
 def _rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The tensor with its last axis contiguous, as the kernels read it; a copy only where it is not."""
     return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _shape(name: str, tensor: torch.Tensor, axes: str) -> torch.Size:
-    if tensor.dim() != len(axes.split(",")):
-        raise ValueError(f"{name} has shape {list(tensor.shape)}: expected [{axes}]")
-    return tensor.shape
-
-
-def _expect_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    if tensor.dtype != dtype:
-        raise ValueError(f"{name} is {tensor.dtype}: expected {dtype}")
-
-
-def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}: expected {list(shape)}")

@@ -50,7 +50,7 @@ def walk(**changes):
 WALKS = {
     "flat-logits": ({"base_logits": torch.zeros(2, 11)}, r"base_logits has shape \[2, 11\]: expected \[B, T, V\]"),
     "anchor": ({"anchor": torch.zeros(3, dtype=torch.long)}, r"anchor has shape \[3\]: expected \[2\]"),
-    "w1": ({"w1": torch.zeros(10, 4)}, r"w1 has shape \[10, 4\]: expected \[11, 4\]"),
+    "w1": ({"w1": torch.zeros(10, 4)}, r"w1 has shape \[10, 4\]: expected \[11, R\]"),
     "w2": ({"w2": torch.zeros(11, 5)}, r"w2 has shape \[11, 5\]: expected \[11, 4\]"),
     "w2-alone": ({"w1": None}, r"w1 and w2 come together"),
     "head": ({"head": "lstm"}, r"head is 'lstm': accepted are vanilla, gated, rnn"),
@@ -104,7 +104,7 @@ JUDGEMENTS = {
     "lengths": ({"draft_lengths": torch.tensor([1])}, r"draft_lengths has shape \[1\]: expected \[2\]"),
     "no-q": ({"draft_logits": None}, r"draft_logits is None: rejection needs"),
     "q-of-another-vocabulary": ({"draft_logits": torch.zeros(2, 3, 10)}, r"draft_logits has shape \[2, 3, 10\]"),
-    "top-k": ({"top_k": torch.ones(3)}, r"top_k has shape \[3\]: expected \[2\]"),
+    "top-k": ({"top_k": torch.ones(3).long()}, r"top_k has shape \[3\]: expected \[2\]"),
 }
 
 
@@ -207,16 +207,6 @@ def test_torch_compile_sees_one_node(name, backend):
     assert len(calls) == 1
 
 
-def test_the_door_can_be_compiled():
-    def run(logits):
-        walk = ops.markov_walk(logits, None, None, anchor, temperature=0.0, seed=0, position=5)
-        return walk.tokens
-
-    anchor = torch.tensor([1, 2])
-    logits = torch.randn(2, 3, 11)
-    assert torch.equal(torch.compile(run, backend="eager", fullgraph=True)(logits), logits.argmax(-1))
-
-
 @pytest.mark.parametrize("backend", ["kernel", "reference"])
 def test_backends_agree_through_the_door(backend):
     logits = torch.randn(2, 3, 11)
@@ -228,10 +218,10 @@ def test_backends_agree_through_the_door(backend):
 
 LOSSES = {
     "hidden": ({"hidden": torch.zeros(5, 8, 1)}, r"hidden has shape \[5, 8, 1\]: expected \[N, H\]"),
-    "head": ({"head": torch.zeros(11, 7)}, r"head has shape \[11, 7\]: expected \[11, 8\]"),
+    "head": ({"head": torch.zeros(11, 7)}, r"head has shape \[11, 7\]: expected \[V, 8\]"),
     "no-tokens": ({"head": torch.zeros(0, 8)}, r"head has shape \[0, H\]"),
     "labels": ({"labels": torch.zeros(5, 1)}, r"labels has shape \[5, 1\]: expected \[5\]"),
-    "labels-int32": ({"labels": torch.zeros(5).int()}, r"labels is torch.int32: expected torch.int64"),
+    "labels-int32": ({"labels": torch.zeros(5).int()}, r"labels is torch.int32: accepted is torch.int64"),
     "weights": ({"tv_weights": torch.zeros(4)}, r"tv_weights has shape \[4\]: expected \[5\]"),
     "no-target": ({"target_hidden": None}, r"exactly one of target_hidden and target_tokens .*: neither given"),
     "both": ({"target_tokens": torch.zeros(5, 2).long(), "target_probs": torch.zeros(5, 2)}, r": both given"),
@@ -422,16 +412,6 @@ def attend(block, **options):
     )
 
 
-def test_eight_bits_that_are_not_float8_are_refused():
-    with pytest.raises(ValueError, match=r"w2 is torch.int8: of the 8-bit dtypes float8_e4m3fn alone is accepted"):
-        walk(w2=torch.zeros(11, 4, dtype=torch.int8))
-
-
-def test_two_devices_are_refused():
-    with pytest.raises(ValueError, match=r"base_logits is on cpu, w1 is on meta, .*: expected one device"):
-        walk(w1=torch.zeros(11, 4, device="meta"))
-
-
 def test_a_parameter_of_one_element():
     logits = torch.randn(2, 3, 11)
     one, number = (walk(base_logits=logits, temperature=value) for value in (torch.tensor([0.7]), 0.7))
@@ -450,20 +430,3 @@ def test_cuts_that_cut_nothing_are_not_made(backend, monkeypatch):
     monkeypatch.setattr(ops, "call", lambda name, room, *tensors, **options: made.append(options) or (None, None))
     judge(top_k=0, top_p=1.0, min_p=0.0, backend=backend)
     assert made[0]["top_k"] is made[0]["top_p"] is made[0]["min_p"] is None
-
-
-OUT_OF_RANGE = {
-    "seed": ({"seed": 2**63}, r"seed is 9223372036854775808: accepted are -9223372036854775808 to 9223372036854775807"),
-    "temperature": ({"temperature": -0.5}, r"temperature is -0.5: accepted are 0 and above"),
-    "temperature-nan": ({"temperature": float("nan")}, r"temperature is nan: accepted are 0 and above"),
-    "top-p": ({"top_p": 1.5}, r"top_p is 1.5: accepted are 0 to 1"),
-    "top-k": ({"top_k": -1}, r"top_k is -1: accepted are 0 and above"),
-    "min-p": ({"min_p": -0.1}, r"min_p is -0.1: accepted are 0 to 1"),
-    "half-of-the-statistics": ({"draft_row_max": torch.zeros(2, 3)}, r"draft_row_max and draft_log_sum come together"),
-}
-
-
-@pytest.mark.parametrize(("changes", "message"), OUT_OF_RANGE.values(), ids=OUT_OF_RANGE)
-def test_numbers_out_of_range_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        judge(**changes)

@@ -308,3 +308,33 @@ def test_blocks_end_where_the_positions_do(name, changes, right, make_target, sc
     assert ours.stats.proposed[-1] < ours.stats.proposed[0] == ours.stats.rounds - (right == 0.0)
     with pytest.raises(ValueError, match=f"max_new_tokens is {new + 1} .* accepted is up to {new}"):
         dspark_fast.generate(model, drafter, PROMPT, max_new_tokens=new + 1, do_sample=False)
+
+
+def test_a_quantised_cache_at_the_door(make_target, make_draft):
+    """The tokens are those of plain decoding behind the same kind of cache, which differ from those behind another."""
+    if not FP8:
+        pytest.skip("this transformers has no quantised cache without a package of its own")
+    model = make_target("Qwen3", fresh=True)
+    quantised = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    settings = {"max_new_tokens": NEW, "do_sample": False}
+    truth = model.generate(PROMPT, **settings, **quantised)
+    assert not torch.equal(truth, model.generate(PROMPT, **settings))
+    draft = make_draft(model)
+    assert torch.equal(dspark_fast.generate(model, draft, PROMPT, **settings, **quantised), truth)
+    own = cache_utils.QuantizedCache("fp8", model.config)
+    assert torch.equal(dspark_fast.generate(model, draft, PROMPT, past_key_values=own, **settings), truth)
+    with pytest.raises(ValueError, match=r"QuantizedCache of \d+ tokens: accepted is an empty"):
+        dspark_fast.generate(model, draft, truth, past_key_values=own, **settings)
+    with pytest.raises(ValueError, match=r"a quantised cache is driven one row at a time: the batch has 2"):
+        dspark_fast.generate(model, draft, PROMPT.repeat(2, 1), **settings, **quantised)
+
+
+def test_a_quantised_cache_that_is_quantised_anew_is_refused_at_the_door(make_target, make_draft):
+    class Anew(cache_utils.DynamicLayer):
+        residual_length = 4
+
+    model = make_target("Qwen3")
+    cache = cache_utils.QuantizedCache.__new__(cache_utils.QuantizedCache)
+    cache_utils.Cache.__init__(cache, layers=[Anew() for _ in range(6)])
+    with pytest.raises(ValueError, match=r"layers are Anew, which quantises anew .* accepted is the backend 'fp8'"):
+        dspark_fast.generate(model, make_draft(model), PROMPT, past_key_values=cache, max_new_tokens=4)

@@ -13,6 +13,7 @@ class RaggedLayer(CacheLayerMixin):
     def __init__(self, cache: RaggedCache) -> None:
         super().__init__()
         self._cache = cache
+        self._copied = False  # from a cache that need not be this target's; nothing of the target's own is in it yet
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate at the first write, when the shapes are known (MLA's K and V differ in width)."""
@@ -40,12 +41,39 @@ class RaggedLayer(CacheLayerMixin):
         """Write ``[B, Hkv, T, D]`` at each row's own length; return views of everything up to the longest row."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        elif self._copied:
+            self._check(key_states, value_states)
+            self._copied = False
         rows, slots, end = self._cache.where
         if rows.device != key_states.device:  # a target that is spread over several GPUs
             rows, slots = rows.to(key_states.device), slots.to(key_states.device)
         self.keys[rows, slots] = key_states.transpose(1, 2)
         self.values[rows, slots] = value_states.transpose(1, 2)
         return self.keys[:, :end].transpose(1, 2), self.values[:, :end].transpose(1, 2)
+
+    def copy_(self, source: RaggedLayer, longest: int) -> None:
+        """Take the first ``longest`` tokens of each row of another layer."""
+        keys, values = source.keys.transpose(1, 2), source.values.transpose(1, 2)
+        if self.is_initialized:
+            self._check(keys, values)
+        else:
+            self.lazy_initialization(keys, values)
+            self._copied = True
+        self.keys[:, :longest] = source.keys[:, :longest]
+        self.values[:, :longest] = source.values[:, :longest]
+
+    def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Refuse ``[B, Hkv, T, D]`` of other heads, width, dtype or device than what is here."""
+        for kept, states in ((self.keys, key_states), (self.values, value_states)):
+            pair = [
+                f"{heads} heads of {width} in {one.dtype} on {one.device}"
+                for one, heads, width in (
+                    (kept, kept.shape[2], kept.shape[3]),
+                    (states, states.shape[1], states.shape[3]),
+                )
+            ]
+            if pair[0] != pair[1]:
+                raise ValueError(f"past_key_values has {pair[0]}, the target {pair[1]}: accepted is what it has itself")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         raise RuntimeError("the ragged cache has no common length to build a mask from: lengths are per row")
@@ -104,10 +132,7 @@ class RaggedCache(Cache):
         """Take the first ``lengths`` ``[B]`` tokens of each row of another cache, which has no more than fit."""
         longest = int(lengths.max())
         for layer, source in zip(self.layers, other.layers):
-            if not layer.is_initialized:
-                layer.lazy_initialization(source.keys.transpose(1, 2), source.values.transpose(1, 2))
-            layer.keys[:, :longest] = source.keys[:, :longest]
-            layer.values[:, :longest] = source.values[:, :longest]
+            layer.copy_(source, longest)
         self.lengths.copy_(lengths)
 
     def begin(self, block: int, end: int | None) -> torch.Tensor:

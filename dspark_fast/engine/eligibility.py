@@ -48,6 +48,7 @@ def choose_target(
     longest: int,
     total: int,
     chunk: int | None = None,
+    own: bool = False,
 ) -> Path:
     """Decide how ``model`` is driven for one request, before any work.
 
@@ -58,6 +59,7 @@ def choose_target(
         longest: tokens of the longest prompt.
         total: positions that the request can reach: the longest prompt, new tokens and a block.
         chunk: tokens per row that a prompt is read in at a time; None for all at once.
+        own: the caller has brought a cache that is not ours.
 
     Returns:
         ``"ragged"``: our cache and our attention, any number of rows. ``"own"``: the model's own, one row
@@ -70,6 +72,10 @@ def choose_target(
     path = check_layers(model)
     if path == "ragged" and not takes_our_attention(model):
         path = "own"
+    if own:
+        path = "own"
+        if batch > 1:
+            raise ValueError(f"a quantised cache is driven one row at a time: the batch has {batch}")
     if path == "own" and batch > 1:
         raise ValueError(
             f"{name} can be driven only behind a cache of its own, one row at a time: the batch has {batch}"

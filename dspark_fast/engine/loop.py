@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, QuantizedCache
 
 from dspark_fast.drafters import Drafter
 from dspark_fast.engine import graphs
@@ -18,6 +18,7 @@ from dspark_fast.engine.cache import RaggedCache
 from dspark_fast.engine.capacity import bucket, room
 from dspark_fast.engine.graphs import Workspace
 from dspark_fast.engine.outputs import Outputs
+from dspark_fast.engine.own_past import OwnPast
 from dspark_fast.engine.pace import Pace
 from dspark_fast.engine.past import Past
 from dspark_fast.engine.reader import OnCommit, Reader
@@ -45,6 +46,7 @@ class Plan:
         compiled: compile the target's pass over a block, where that is faster; rounds then have fixed shapes.
         strict: raise if they cannot be captured after all; otherwise they run without.
         past: what is known of the prompts' beginnings; None if nothing is.
+        quantised: an empty cache to drive the target behind, on the path ``own``; None for the model's own.
         keep: hand back a :class:`~dspark_fast.engine.past.Past`.
     """
 
@@ -59,6 +61,7 @@ class Plan:
     compiled: bool = False
     strict: bool = False
     past: Past | None = None
+    quantised: QuantizedCache | None = None
     keep: bool = False
 
 
@@ -101,7 +104,8 @@ def decode(
     # Events, streams and captures are of the current device, which need not be the target's.
     with alone(), torch.cuda.device_of(prompts), _workspace(model, drafter, prompts, prompt_lengths, plan) as work:
         reader = Reader(work.state, stats, lag=int(plan.graph), stopping=plan.stopping, on_commit=plan.on_commit)
-        with driven(model, work.drafter.target_layer_ids, work.cache if plan.path == "ragged" else None) as target:
+        cache = work.cache if plan.path == "ragged" else plan.quantised
+        with driven(model, work.drafter.target_layer_ids, cache) as target:
             rounds = Round(target, work.drafter, work.state, work.sampling, plan.outputs, None if plan.graph else clock)
             with clock.part("prefill"):
                 _prefill(rounds, work, prompts, prompt_lengths, plan.past, stats)
@@ -147,7 +151,12 @@ def decode(
         stats.capacity = work.state.capacity
         _weigh(stats, target, work.drafter)
         stats.pauses = plan.switch.pauses if plan.switch is not None else 0
-        return Decoded(reader.rows, stats, _past(work, reader.lengths, model, copied=plan.graph) if plan.keep else None)
+        kept = None
+        if plan.keep and plan.path == "own":
+            kept = OwnPast(target.state, work.state.tokens, getattr(work.drafter, "context", None), model)
+        elif plan.keep:
+            kept = _past(work, reader.lengths, model, copied=plan.graph)
+        return Decoded(reader.rows, stats, kept)
 
 
 def _weigh(stats: Stats, target: Target, drafter: Drafter) -> None:
@@ -175,7 +184,10 @@ def _prefill(
         rounds.prefill(prompts, prompt_lengths)
         return
     known = past.common(prompts, prompt_lengths)
-    work.cache.copy_(past.cache, known)
+    if not isinstance(past, OwnPast):
+        work.cache.copy_(past.cache, known)
+    elif known.any():
+        rounds.target.resume(past.state())
     if hasattr(work.drafter, "resume"):
         work.drafter.resume(past.context, known)
     stats.reused = known.tolist()

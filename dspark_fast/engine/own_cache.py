@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,21 @@ _MOST_WAITING = 16
 
 # on_features(tokens [B, N], features [B, N, m*H] or None, offsets [B], counts [B]): see Drafter.commit
 OnFeatures = Callable[[torch.Tensor, "torch.Tensor | None", torch.Tensor, torch.Tensor], None]
+
+
+@dataclass
+class OwnState:
+    """What a model behind its own cache knows of a row.
+
+    Attributes:
+        cache: of the model.
+        length: tokens that are known, those that wait included.
+        waiting: int64 ``[1, W]``, the last of them, which the cache has not read.
+    """
+
+    cache: Cache
+    length: int
+    waiting: torch.Tensor
 
 
 class OwnCacheTarget:
@@ -61,6 +77,15 @@ class OwnCacheTarget:
         """Bytes of the model's state, as its cache holds it now."""
         layers = [] if self._cache is None else self._cache.layers
         return sum(tensor.nbytes for layer in layers for value in vars(layer).values() for tensor in _tensors(value))
+
+    @property
+    def state(self) -> OwnState:
+        """What is known now; between rounds."""
+        return OwnState(self._cache, self._length, self._waiting)
+
+    def resume(self, state: OwnState) -> None:
+        """Go on from a state of the same model, which is taken over."""
+        self._cache, self._length, self._waiting = state.cache, state.length, state.waiting
 
     @property
     def room(self) -> int | None:

@@ -25,9 +25,7 @@ class Past(Cache):
         model: the target, which is not kept alive by it.
     """
 
-    def __init__(
-        self, cache: RaggedCache, tokens: torch.Tensor, context: Context | None, model: PreTrainedModel
-    ) -> None:
+    def __init__(self, cache: Cache, tokens: torch.Tensor, context: Context | None, model: PreTrainedModel) -> None:
         super().__init__(layers=cache.layers)
         self._model = weakref.ref(model)
         self.cache = cache
@@ -37,6 +35,14 @@ class Past(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the longest row."""
         return int(self.cache.lengths.max())
+
+    def _as_it_is(self, *args: object, **kwargs: object) -> None:
+        raise NotImplementedError(
+            "past_key_values of speculative decoding is not changed: give it with any prompt, "
+            "what the two have in common is kept"
+        )
+
+    crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = _as_it_is
 
     def check(self, model: PreTrainedModel, prompts: torch.Tensor) -> None:
         """Refuse what it cannot be of.
@@ -56,6 +62,23 @@ class Past(Cache):
         width = min(prompts.shape[1], self.tokens.shape[1])
         same = (prompts[:, :width] == self.tokens[:, :width]).long().cumprod(1).sum(1)
         return torch.minimum(torch.minimum(same, self.cache.lengths), prompt_lengths - 1)
+
+
+def taken(cache: Cache | None, model: PreTrainedModel, prompts: torch.Tensor, padding: torch.Tensor) -> Past | None:
+    """What the caller gave as ``past_key_values``, to go on from; None if there is nothing in it.
+
+    Args:
+        cache: of an earlier call, or of transformers; None for none.
+        model, prompts, padding: as for :func:`foreign`.
+
+    Raises:
+        ValueError: for one that is not of this model or these rows, or does not hold what is needed.
+    """
+    if cache is None or not cache.get_seq_length():
+        return None
+    past = cache if isinstance(cache, Past) else foreign(cache, model, prompts, padding)
+    past.check(model, prompts)
+    return past
 
 
 def foreign(cache: Cache, model: PreTrainedModel, prompts: torch.Tensor, padding: torch.Tensor) -> Past:
@@ -83,7 +106,7 @@ def foreign(cache: Cache, model: PreTrainedModel, prompts: torch.Tensor, padding
         raise ValueError("past_key_values holds nothing but padding of some row: accepted is a token of each or more")
     for theirs, layer in zip(layers, ours.layers):
         keys, values = getattr(theirs, "keys", None), getattr(theirs, "values", None)
-        if keys is None or values is None or keys.dim() != 4 or keys.shape[0] != batch or keys.shape[2] < length:
+        if not all(_held(states, batch, length) for states in (keys, values)):
             raise ValueError(
                 f"past_key_values is a {name} whose {type(theirs).__name__} does not hold the keys and values of all "
                 f"{length} tokens of {batch} rows: accepted are caches that keep them all"
@@ -93,3 +116,9 @@ def foreign(cache: Cache, model: PreTrainedModel, prompts: torch.Tensor, padding
             layer.keys[row, : length - pad] = keys[row, :, pad:length].transpose(0, 1)
             layer.values[row, : length - pad] = values[row, :, pad:length].transpose(0, 1)
     return Past(ours, prompts[:, :length].clone(), None, model)
+
+
+def _held(states: torch.Tensor | None, batch: int, length: int) -> bool:
+    if not isinstance(states, torch.Tensor) or states.layout != torch.strided or states.dim() != 4:
+        return False
+    return states.shape[0] == batch and states.shape[2] >= length

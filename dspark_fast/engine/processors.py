@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -113,6 +114,8 @@ def check_processors(processors: Sequence[LogitsProcessor] | None) -> None:
     """
     for item in processors or ():
         name = type(item).__name__
+        if isinstance(item, type) or not callable(item):
+            raise ValueError(f"the logits processor {item!r} is no object to be called with input_ids and scores")
         if type(item).__module__ != _MODULE:  # a subclass of a known one, too, may remember things
             if getattr(item, "stateless", False) is not True:
                 raise ValueError(
@@ -293,6 +296,38 @@ class RepetitionPenalty:
         return torch.where(seen, penalised, logits)
 
 
+@contextmanager
+def named(processors: Sequence[LogitsProcessor]) -> Iterator[None]:
+    """Logits that are no numbers are told with the processors of somebody's own that may have made them so."""
+    try:
+        yield
+    except FloatingPointError as error:
+        names = [type(item).__name__ for item in processors if type(item).__module__ != _MODULE]
+        if not names:
+            raise
+        raise FloatingPointError(f"{error}, as the logits processor {', '.join(names)} left them") from error
+
+
+class _Foreign:
+    """Somebody's own processor; what it gives must be scores."""
+
+    def __init__(self, processor: LogitsProcessor) -> None:
+        self._processor = processor
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        given, name = self._processor(input_ids, scores), type(self._processor).__name__
+        if not isinstance(given, torch.Tensor) or given.layout != torch.strided:
+            raise ValueError(f"the logits processor {name} gave a {type(given).__name__}: accepted is a dense tensor")
+        if given.shape != scores.shape or given.device != scores.device:
+            raise ValueError(
+                f"the logits processor {name} gave a tensor {list(given.shape)} on {given.device}: "
+                f"accepted is {list(scores.shape)} on {scores.device}"
+            )
+        if given.is_complex() or given.dtype == torch.bool:
+            raise ValueError(f"the logits processor {name} gave {given.dtype}: accepted are real numbers")
+        return given
+
+
 class _OneByOne:
     """Any processors, called as a plain step calls them: equal-length, left-padded rows, all of a length at once."""
 
@@ -307,7 +342,8 @@ class _OneByOne:
         # Code of somebody's own sees no prefix that its scores forbid, since in plain decoding it never would.
         self._only_possible = bool(foreign) or any(constrained)
         self._processors = LogitsProcessorList(
-            self._by_row(item) if by_row else item for item, by_row in zip(processors, constrained)
+            self._by_row(item) if by_row else _Foreign(item) if item in foreign else item
+            for item, by_row in zip(processors, constrained)
         )
 
     def _by_row(self, item: PrefixConstrainedLogitsProcessor) -> PrefixConstrainedLogitsProcessor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers import Cache, DynamicCache, LogitsProcessor, PreTrainedModel, QuantizedCache, StoppingCriteria
 
 from dspark_fast.engine.past import Past
 from dspark_fast.engine.processors import check_processors, split
@@ -18,6 +18,7 @@ _CRITERIA = {"MaxLengthCriteria": "max_length", "EosTokenCriteria": "eos_token_i
 # What transformers prepares for every call; anything else in its place would reach the target in plain decoding.
 _PREPARED = {
     "attention_mask",
+    "cache_params",
     "cache_position",
     "inputs_embeds",
     "logits_to_keep",
@@ -34,9 +35,10 @@ _OTHER_METHODS = {
     "prompt_lookup_num_tokens": "assisted decoding by prompt lookup, which is another way to draft",
     "assistant_early_exit": "assisted decoding by the target's own layers, which is another way to draft",
     "use_mtp": "assisted decoding by the target's own heads, which is another way to draft",
-    "cache_implementation": "a cache of another kind than the one that is kept here; accepted is 'dynamic'",
+    "cache_implementation": "a cache of another kind than ours; accepted are 'dynamic' and 'quantized'",
     "prefill_chunk_size": "prefill in chunks",
 }
+_TAKEN = [("cache_implementation", "dynamic"), ("cache_implementation", "quantized")]  # some values have no hash
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
@@ -51,6 +53,7 @@ class Request:
         criteria: stopping criteria besides length and stop tokens.
         output_scores, output_logits: false without ``return_dict``, as in transformers.
         past: the caller's own cache, with or without tokens; None for the fresh one that transformers made.
+        quantised: an empty cache that the target is to be driven behind; None for ours.
     """
 
     batch: int
@@ -70,6 +73,7 @@ class Request:
     output_scores: bool
     output_logits: bool
     past: Cache | None
+    quantised: QuantizedCache | None
 
 
 _LONGEST = 2**31 - 1  # tokens per row; far beyond, sums of them would wrap around
@@ -102,6 +106,8 @@ def read_request(
         )
     before, _, takes_cuts = split(logits_processor, config)
     return_dict = bool(config.return_dict_in_generate)
+    cache = _cache(model_kwargs)
+    quantised = cache if isinstance(cache, QuantizedCache) else None
     return Request(
         batch=input_ids.shape[0],
         return_sequences=config.num_return_sequences or 1,
@@ -119,7 +125,8 @@ def read_request(
         criteria=_other_criteria(stopping_criteria),
         output_scores=return_dict and bool(config.output_scores),
         output_logits=return_dict and bool(config.output_logits),
-        past=_past(model_kwargs.get("past_key_values")),
+        past=None if quantised is not None else _past(cache),
+        quantised=quantised,
     )
 
 
@@ -149,8 +156,9 @@ def _refuse(
     if getattr(config, "guidance_scale", None) not in (None, 1, 1.0):
         raise ValueError(f"guidance_scale is {config.guidance_scale}: classifier-free guidance is not supported")
     for name, method in _OTHER_METHODS.items():
-        if getattr(config, name, None) and (name, getattr(config, name)) != ("cache_implementation", "dynamic"):
-            raise ValueError(f"{name} is {getattr(config, name)!r}: that is {method}, which is not supported")
+        value = getattr(config, name, None)
+        if value and (name, value) not in _TAKEN:
+            raise ValueError(f"{name} is {value!r}: that is {method}, which is not supported")
     if asked := [name for name in _OUTPUTS if getattr(config, name, None)]:
         raise ValueError(f"{', '.join(asked)} is asked for: accepted are output_scores and output_logits")
     if config.use_cache is False or model_kwargs.get("use_cache") is False:
@@ -158,11 +166,15 @@ def _refuse(
     check_processors(logits_processor)
     _refuse_by_hand(stopping_criteria, config)
     check_criteria(_other_criteria(stopping_criteria))
-    past = _past(model_kwargs.get("past_key_values"))
-    if past is not None and not isinstance(past, (DynamicCache, Past)):
+    cache = _cache(model_kwargs)
+    past = _past(cache)
+    if past is not None and not isinstance(past, (DynamicCache, Past, QuantizedCache)):
         raise ValueError(
-            f"past_key_values is a {type(past).__name__}: accepted are a DynamicCache and what an earlier call gave"
+            f"past_key_values is a {type(past).__name__}: accepted are a DynamicCache, an empty QuantizedCache and "
+            "what an earlier call gave"
         )
+    if isinstance(cache, QuantizedCache):
+        _refuse_quantised(cache)
     extra = sorted(name for name, value in model_kwargs.items() if name not in _PREPARED and _matters(name, value))
     if extra:
         raise ValueError(f"{', '.join(extra)} given: speculative decoding passes input_ids alone to the target")
@@ -172,6 +184,17 @@ def _refuse(
         checkpointing = "is_gradient_checkpointing"
     if model.training and getattr(model, checkpointing, False):
         raise ValueError("the model trains with gradient checkpointing, which drops the cache: call model.eval() first")
+
+
+def _refuse_quantised(cache: QuantizedCache) -> None:
+    length = cache.get_seq_length()
+    if length:
+        raise ValueError(f"past_key_values is a QuantizedCache of {length} tokens: accepted is an empty one")
+    if any(hasattr(layer, "residual_length") for layer in cache.layers):
+        raise ValueError(
+            f"the cache's layers are {type(cache.layers[0]).__name__}, which quantises anew every few tokens: what it "
+            "holds then depends on how the tokens were grouped into passes; accepted is the backend 'fp8'"
+        )
 
 
 def _matters(name: str, value: Any) -> bool:
@@ -207,11 +230,16 @@ def _other_criteria(criteria: Any) -> list[StoppingCriteria]:
     return [item for item in criteria or () if type(item).__name__ not in _CRITERIA]
 
 
+def _cache(model_kwargs: dict[str, Any]) -> Cache | None:
+    """The caller's, or one that transformers made; Mamba's has a name of its own."""
+    given = (model_kwargs.get(name) for name in ("past_key_values", "cache_params"))
+    return next((cache for cache in given if cache is not None), None)
+
+
 def _past(cache: Cache | None) -> Cache | None:
     """The caller's cache: transformers marks it, since it makes one itself where there is none."""
-    if cache is None or not (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
-        return None
-    return cache
+    brought = isinstance(cache, Past) or getattr(cache, "_is_user_defined", False)
+    return cache if cache is not None and (brought or cache.is_initialized) else None
 
 
 def _values(value: Any) -> Any:

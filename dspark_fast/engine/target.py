@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Protocol
 
 import torch
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from dspark_fast.engine.attention import attending, check_attended, ragged
 from dspark_fast.engine.cache import RaggedCache
@@ -184,19 +184,20 @@ def _compiled_pass() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
 
 
 @contextmanager
-def driven(model: PreTrainedModel, layer_ids: Sequence[int], cache: RaggedCache | None) -> Iterator[Target]:
+def driven(model: PreTrainedModel, layer_ids: Sequence[int], cache: Cache | None) -> Iterator[Target]:
     """Drive ``model`` with ``cache`` and taps for the time of a ``with`` block; it is as before afterwards.
 
-    Without a cache of ours, the model keeps its own cache and attention
+    Behind any other cache than ours, or none, the model keeps its own attention and, without one, its own cache
     (:func:`~dspark_fast.engine.eligibility.choose_target` says which).
 
     Raises:
         ValueError: if the model does not take its attention from transformers' interface, but should take ours.
     """
     with ExitStack() as stack:
-        if cache is not None:
+        ours = isinstance(cache, RaggedCache)
+        if ours:
             stack.enter_context(ragged(model))
         # A forward that was compiled before does not run hooks that are set now (measured: the taps stay empty).
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         taps = stack.enter_context(tapped(model, layer_ids))
-        yield OwnCacheTarget(model, taps) if cache is None else RaggedTarget(model, cache, taps)
+        yield RaggedTarget(model, cache, taps) if ours else OwnCacheTarget(model, taps, cache)

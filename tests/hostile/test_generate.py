@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import traceback
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import dspark_fast
 
 NAN, INF = math.nan, math.inf
 VOCABULARY = 31
@@ -131,37 +135,38 @@ def test_sampling_at_the_edges(pair, attempt, through, door, temperature, top_k,
     assert all(0 <= token < VOCABULARY for row in outcome.value for token in row)
 
 
-def one(name, value, reason, says=None, door="ours", **more):
+def one(name, value, reason, says=None, doors=("ours", "transformers"), **more):
     """A call that is to be refused."""
-    return pytest.param(door, {**more, name: value}, says or name, id=f"{name}-{reason}")
+    return doors, {**more, name: value}, says or name, f"{name}-{reason}"
 
 
+FIRST = {"doors": ("ours",)}  # transformers looks at it first, and says what it says
 FAULTS = [
-    one("input_ids", [[3, 4]], "list: AttributeError about 'shape'"),
-    one("input_ids", IDS.numpy(), "array: AttributeError about 'type'"),
-    one("input_ids", IDS[0], "one axis: IndexError: tuple index out of range"),
-    one("input_ids", torch.tensor(3), "no axis: IndexError: tuple index out of range"),
-    one("input_ids", torch.zeros(2, 0).long(), "no width and no mask: IndexError: index -1 is out of bounds"),
+    one("input_ids", [[3, 4]], "list: AttributeError about 'shape'", **FIRST),
+    one("input_ids", IDS.numpy(), "array: AttributeError about 'type'", **FIRST),
+    one("input_ids", IDS[0], "one axis: IndexError: tuple index out of range", **FIRST),
+    one("input_ids", torch.tensor(3), "no axis: IndexError: tuple index out of range", **FIRST),
+    one("input_ids", torch.zeros(2, 0).long(), "no width and no mask: IndexError: index -1 is out of bounds", **FIRST),
     one("input_ids", IDS.float(), "floats: RuntimeError of embedding"),
     one("input_ids", IDS.short(), "int16: RuntimeError of embedding"),
     one("input_ids", IDS.bool(), "bool: RuntimeError of embedding"),
-    one("input_ids", IDS.to_sparse(), "sparse: NotImplementedError"),
-    one("attention_mask", [[1, 1, 1]] * 2, "list: AttributeError about 'shape'"),
-    one("attention_mask", torch.ones(3), "one axis: IndexError: tuple index out of range"),
+    one("input_ids", IDS.to_sparse(), "sparse: NotImplementedError", **FIRST),
+    one("attention_mask", [[1, 1, 1]] * 2, "list: AttributeError about 'shape'", **FIRST),
+    one("attention_mask", torch.ones(3), "one axis: IndexError: tuple index out of range", **FIRST),
     one("attention_mask", torch.ones(2, 4), "wider, all ones: position_ids are blamed", "attention_mask has"),
     one("attention_mask", torch.ones(3, 3), "higher, all ones: position_ids are blamed", "attention_mask has"),
     one("attention_mask", torch.full((2, 3), NAN), "NaN: taken for ones, not as transformers does"),
     one("attention_mask", torch.full((2, 3), -1), "negative: taken for ones, not as transformers does"),
     one("attention_mask", torch.full((2, 3), 0.5), "halves: taken for ones, not as transformers does"),
     one("max_new_tokens", 1.5, "TypeError of zeros()"),
-    one("max_new_tokens", "4", "TypeError about '<='"),
-    one("max_length", "a", "TypeError about '>'"),
-    one("max_length", NAN, "accepted, and bounds nothing"),
+    one("max_new_tokens", "4", "TypeError about '<='", **FIRST),
+    one("max_length", "a", "TypeError about '>'", **FIRST),
+    one("max_length", NAN, "accepted, and bounds nothing", **FIRST),
     one("top_k", 2**70, "OverflowError: int too big to convert", do_sample=True),
     one("temperature", 1e300, "RuntimeError: converted without overflow", do_sample=True),
     one("temperature", 1e-45, "the logits are blamed", do_sample=True),
-    one("eos_token_id", [None], "TypeError about 'NoneType'"),
-    one("eos_token_id", 2**70, "ValueError: overflow when unpacking"),
+    one("eos_token_id", [None], "TypeError about 'NoneType'", **FIRST),
+    one("eos_token_id", 2**70, "ValueError: overflow when unpacking", **FIRST),
     one("seed", 1.5, "TypeError: 'float' is not iterable", do_sample=True),
     one("confidence_threshold", "a", "TypeError about '<='"),
     one("num_return_sequences", -1, "RuntimeError about bounds", do_sample=True),
@@ -169,20 +174,101 @@ FAULTS = [
     one("tokenizer", 3, "AttributeError about 'get_vocab'", stop_strings="a"),
     one("streamer", 3, "AttributeError about 'put'"),
     one("generator", 3, "AttributeError about 'device'", do_sample=True),
-    one("generation_config", 3, "AttributeError about 'max_length'"),
-    one("past_key_values", 3, "AttributeError about '_is_user_defined'"),
-    one("logits_processor", 3, "TypeError: no len()"),
+    one("generation_config", 3, "AttributeError about 'max_length'", **FIRST),
+    one("past_key_values", 3, "AttributeError about '_is_user_defined'", **FIRST),
+    one("logits_processor", 3, "TypeError: no len()", **FIRST),
     one("stopping_criteria", [3], "TypeError: 'int' is not callable"),
     one("use_markov", "x", "accepted"),
     one("off_switch", "x", "accepted"),
+    one("use_graph", "x", "accepted"),
+    one("compile_target", 1, "accepted"),
+    one("log_probs", "x", "accepted"),
+    one("verification", "typical", "never accepted"),
 ]
 
 
-@pytest.mark.parametrize(("door", "changes", "says"), FAULTS)
+CALLS = [
+    pytest.param(door, changes, says, id=f"{door}-{name}") for doors, changes, says, name in FAULTS for door in doors
+]
+
+
+@pytest.mark.parametrize(("door", "changes", "says"), CALLS)
 def test_values_of_the_wrong_kind(pair, refused, through, door, changes, says):
-    model, draft = pair
+    (model, draft), changes = pair, dict(changes)
     ids = changes.pop("input_ids", IDS[:1] if "streamer" in changes else IDS)
     refused(lambda: through(door, model, draft, ids, **changes), says, model=model)
+
+
+KINDS = {
+    "none": None,
+    "true": True,
+    "zero": 0,
+    "three": 3,
+    "minus-one": -1,
+    "65-bits": 2**64,
+    "half": 0.5,
+    "nan": NAN,
+    "text": "x",
+    "no-text": "",
+    "bytes": b"x",
+    "list": [1, 2],
+    "texts": ["x"],
+    "nothing": [],
+    "dictionary": {},
+    "complex": 1j,
+    "object": object(),
+    "tensor": torch.arange(2),
+}
+FLAG = {"true"}
+ACCEPTED = {
+    "draft": {"none"},
+    "verification": set(),
+    "seed": {"none", "zero", "three", "minus-one", "list", "texts", "nothing", "tensor"},  # lists: when it is called
+    "generator": {"none"},
+    "confidence_threshold": {"zero", "half"},
+    "use_markov": FLAG,
+    "off_switch": FLAG | {"none"},
+    "use_graph": FLAG | {"none"},
+    "compile_target": FLAG,
+    "log_probs": FLAG,
+    "stop_strings": {"none"},  # there is no tokenizer
+    "tokenizer": {"none"},
+    "streamer": {"none"},
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_options_of_a_callable(pair, attempt, name):
+    """Of any kind: they are looked at when it is made."""
+    for kind, value in KINDS.items():
+        asked = {"draft": pair[1], name: value}
+        outcome = attempt(lambda asked=asked: dspark_fast.decoding(**asked), name)
+        assert (outcome.error is None) == (kind in ACCEPTED[name]), kind
+
+
+@settings(HOSTILE, max_examples=40)
+@given(
+    st.sampled_from(["temperature", "top_k", "max_length", "num_return_sequences", "eos_token_id"]),
+    st.sampled_from([1e300, 2**70, 10**40, "a", [None], {}]),
+)
+def test_settings_in_a_config(pair, attempt, name, value):
+    """Where transformers lets a value through, it is named here."""
+    model, draft = pair
+    config = copy.deepcopy(model.generation_config)
+    config.update(do_sample=True, max_length=9)
+    setattr(config, name, value)
+
+    def call():
+        try:
+            return model.generate(IDS, generation_config=config, custom_generate=dspark_fast.decoding(draft))
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            if not any("dspark_fast" in frame.filename for frame in frames):
+                return "refused by transformers"
+            raise
+
+    value = attempt(call, name, model=model).value
+    assert value is None or value == "refused by transformers" or (name, config.temperature) == ("temperature", 2**70)
 
 
 def test_ids_of_32_bits(pair, attempt, through, plain):
