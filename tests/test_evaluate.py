@@ -1,4 +1,4 @@
-"""Acceptance on held-out prompts, and the command that measures it."""
+"""Acceptance on the prompts that training holds out, as drafters' cards tell it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ import torch
 
 from dspark_fast import generate
 from dspark_fast.engine.taps import tapped
+from dspark_fast.evaluation import answering
 from dspark_fast.reference import draft_block
 from dspark_fast.training import evaluate
 from dspark_fast.training.evaluate import (
     Acceptance,
     HeldOut,
     held_out_prompts,
+    held_out_questions,
     mean_tau,
     measure_acceptance,
     with_mean,
 )
-from dspark_fast.training.prompts import SHARES, is_held_out, training_prompts
+from dspark_fast.training.prompts import SHARES, is_held_out, make_prompt, training_prompts
 from dspark_fast.training.responses import conversation_ids
 
 BLOCK = 5
@@ -140,7 +142,7 @@ def test_rows_of_like_length_go_together(measured, monkeypatch):
         assert (attention_mask.diff(dim=1) >= 0).all()  # padded on the left
         return generate(model, draft, ids, attention_mask=attention_mask, **kwargs)
 
-    monkeypatch.setattr(evaluate, "generate", watching)
+    monkeypatch.setattr(answering, "generate", watching)
     measure_acceptance(measured.model, measured.draft, measured.prompts, max_new_tokens=2, batch_size=2)
     assert batches == [[5, 7], [12], [4, 9]]
 
@@ -202,6 +204,23 @@ def test_the_prompts_are_held_out_from_training(tokenizer):
     text = tokenizer.decode(found[0].input_ids)
     assert text.startswith("<|start|> ") and text.endswith("<|start|> assistant >")  # thinking is off
     assert held_out_prompts(tokenizer, 2) == found != held_out_prompts(tokenizer, 2, seed=1)
+    questions = held_out_questions(tokenizer, 2)
+    assert [conversation_ids(tokenizer, list(one.messages)) for one in questions] == [one.input_ids for one in found]
+    assert not any(one.follow_ups for one in questions)
+
+
+def test_a_system_message_that_the_template_refuses_is_left_out(tokenizer, monkeypatch):
+    system, question = {"role": "system", "content": "be brief"}, {"role": "user", "content": "the 5"}
+    some = [make_prompt("chat", (system, question)), make_prompt("chat", (question,), ("why?",))]
+    monkeypatch.setattr(evaluate, "built_in_prompts", lambda per_domain, seed: some)
+    taken = [one.messages for one in held_out_questions(tokenizer, 1)]
+    assert taken == [(system, question), (question,)]
+    refuse = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", refuse + TEMPLATE)
+    assert [one.messages for one in held_out_questions(tokenizer, 1)] == [(question,), (question,)]
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('nothing at all') }}")
+    with pytest.raises(ValueError, match="nothing at all"):
+        held_out_questions(tokenizer, 1)
 
 
 def lines(path, *records):
@@ -230,152 +249,3 @@ def test_prompts_that_cannot_be(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(ValueError, match="has no chat template"):
         held_out_prompts(tokenizer, 1)
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saved(make_target, make_draft, tokenizer, tmp_path_factory):
-    """Folders of a pair."""
-    folder = tmp_path_factory.mktemp("pair")
-    model = make_target(
-        fresh=True, vocab_size=WORDS + len(SPECIAL), max_position_embeddings=1024, eos_token_id=2, pad_token_id=3
-    )
-    model.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
-    make_draft(model, num_hidden_layers=1).save_pretrained(folder / "draft")
-    return SimpleNamespace(target=folder / "target", draft=folder / "draft")
-
-
-@pytest.fixture
-def command(saved, monkeypatch):
-    """``dspark-fast eval`` on the pair; an option given again overrides."""
-    pytest.importorskip("typer")
-    from typer.testing import CliRunner
-
-    from dspark_fast.cli import eval as module
-    from dspark_fast.cli import session
-    from dspark_fast.cli.app import app
-
-    assert module  # importing it registers the command
-    monkeypatch.setattr(session, "quiet", lambda: None)  # the other tests go on hearing transformers' remarks
-
-    def run(*arguments):
-        options = ["--model", saved.target, "--draft", saved.draft, "--dtype", "fp32", "--device", "cpu"]
-        options += ["--per-domain", 1, "--max-new-tokens", 6, *arguments]
-        return CliRunner().invoke(app, ["eval", *map(str, options)], env={"COLUMNS": "200"})
-
-    return run
-
-
-def as_json(result):
-    """The one JSON object that standard output must be."""
-    assert result.exit_code == 0, result.output
-    assert result.stdout.count("\n") == 1
-    return json.loads(result.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-
-
-def one_sentence(result, text, code=2):
-    assert result.exit_code == code, result.output
-    assert result.stdout == ""
-    flat = " ".join(result.stderr.replace("│", " ").split())
-    assert text in flat
-    assert "Traceback" not in flat
-
-
-def test_json_and_file(command, saved, tokenizer, tmp_path):
-    from dspark_fast import load
-
-    report = as_json(command("--json", "--out", tmp_path / "out.json"))
-    assert json.loads((tmp_path / "out.json").read_text()) == report
-    model, draft, _ = load(str(saved.target), draft=saved.draft, dtype=torch.float32, device="cpu", progress=False)
-    results = with_mean(measure_acceptance(model, draft, held_out_prompts(tokenizer, 1), max_new_tokens=6))
-    assert report["rows"] == [{**one.to_dict(), "predicted_speedup": None} for one in results]
-    assert [row["domain"] for row in report["rows"]] == [*SHARES, "mean", "all"]
-    assert report["mean_tau"] == mean_tau(results) and report["tau"] == results[-1].tau
-    assert report["machine"]["torch"] == torch.__version__ and report["machine"]["device"]
-    assert report["dtype"] == "fp32" and report["speed"] is None
-
-
-def test_the_table(command):
-    result = command()
-    assert result.exit_code == 0, result.output
-    head, *rest = result.stdout.splitlines()
-    assert head.split() == ["domain", "prompts", "tau", *(word for n in range(1, 6) for word in ("slot", str(n)))]
-    rows = [line.split() for line in rest if line.strip()]
-    assert [row[0] for row in rows[:8]] == [*SHARES, "mean", "all"]
-    assert all(len(row) == 8 for row in rows[:6]) and len(rows[6]) == 3
-    assert rows[7][1] == "6"
-    assert result.stdout.splitlines()[-1].startswith("greedy | up to 6 new tokens | fp32 | ")
-
-
-@pytest.mark.parametrize("temperature", [0, 0.8])
-def test_speed(command, tmp_path, temperature):
-    prompts = lines(tmp_path / "prompts", {"prompt": "5 6", "domain": "one"}, {"prompt": "the 7", "domain": "two"})
-    options = ["--prompts", prompts, "--speed", "--temperature", temperature, "--max-new-tokens", 12]
-    report = as_json(command(*options, "--json"))
-    assert [row["domain"] for row in report["rows"]] == ["one", "two", "all"] and report["mean_tau"] is None
-    speed = report["speed"]
-    assert speed["mode"] == ("coupled" if temperature else "greedy") and speed["identical"] is True
-    ratio = speed["seconds_per_plain_step"] / sum(speed["seconds_per_round"].values())
-    for row in report["rows"]:
-        assert row["predicted_speedup"] == pytest.approx(row["tau"] * ratio)
-    result = command(*options)
-    assert result.exit_code == 0, result.output
-    assert "predicted: tau x " in result.stdout and result.stdout.split("\n")[0].endswith(" predicted")
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--per-domain", "0"], "Invalid value for '--per-domain'"),
-        (["--per-domain", "many"], "Invalid value for '--per-domain'"),
-        (["--batch-size", "0"], "Invalid value for '--batch-size'"),
-        (["--draft", "/no/such/folder"], "the drafter is '/no/such/folder', and there is no such folder"),
-        (["--prompts", "nowhere.jsonl"], "Invalid value for '--prompts': no such file: nowhere.jsonl"),
-        (["--out", "/no/such/folder/out.json"], "Invalid value for '--out'"),
-        (["--max-new-tokens", "1020"], "more than the context of"),
-    ],
-    ids=str,
-)
-def test_bad_arguments(command, options, text):
-    one_sentence(command(*options), text)
-
-
-def test_prompts_that_are_none(command, tmp_path):
-    one_sentence(command("--prompts", lines(tmp_path / "bad", {"text": "?"})), "bad:1: expected one of the keys")
-
-
-def test_a_drafter_is_needed(saved, command):
-    from typer.testing import CliRunner
-
-    from dspark_fast.cli.app import app
-
-    one_sentence(CliRunner().invoke(app, ["eval", "--model", str(saved.target)]), "no drafter is known for")
-
-
-def test_a_target_without_a_chat_template(command, saved, tokenizer, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    AutoModelForCausalLM.from_pretrained(saved.target).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "chat_template.jinja").unlink()
-    one_sentence(command("--model", tmp_path), "has no chat template, which the prompts need")
-
-
-def test_the_help_says_what_the_mean_is_and_does_not_wait_for_torch(tmp_path):
-    import os
-    import subprocess
-    import sys
-
-    code = (
-        "import sys; from dspark_fast.cli import main\n"
-        "try: main(['eval', '--help'])\n"
-        "except SystemExit as end: print('status', end.code, 'torch' in sys.modules)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "COLUMNS": "120"}, capture_output=True, text=True
-    )
-    assert done.stdout.endswith("status 0 False\n"), done.stderr
-    assert "plain mean of tau over math, code, chat, list and short" in " ".join(done.stdout.split())

@@ -1,214 +1,360 @@
-"""``dspark-fast eval``: acceptance length by domain and block position on prompts that no drafter is trained on."""
+"""``dspark-fast eval``: acceptance by domain, temperature and block position."""
 
 from __future__ import annotations
 
 import json
-import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dspark_fast.cli import options as o
+from dspark_fast.cli import session
 from dspark_fast.cli.app import app
-from dspark_fast.cli.session import Session, Settings, plain_errors
 
 if TYPE_CHECKING:
-    from dspark_fast.compare import Comparison
-    from dspark_fast.training.evaluate import Acceptance, HeldOut
+    from dspark_fast.evaluation import Evaluation, Pair, Prompt
+
+_PER_DOMAIN = 16  # held-out prompts, as on the drafters' cards
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What to ask.
+
+    Attributes:
+        prompts: in order.
+        told: where they are from, for the report.
+        mean_of: domains of the row ``mean``; None: all.
+    """
+
+    prompts: list[Prompt]
+    told: str | list[str]
+    mean_of: tuple[str, ...] | None = None
 
 
 @app.command("eval")
 def evaluate(
     model: o.Model = o.DEFAULT_MODEL,
     draft: o.Draft = None,
+    autoregressive: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Evaluate this smaller model of the same vocabulary as the drafter, token by token.",
+            rich_help_panel="Models",
+        ),
+    ] = None,
+    first_layers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Evaluate the target's own first N layers as the drafter, token by token.",
+            rich_help_panel="Models",
+        ),
+    ] = None,
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            min=1,
+            help="Drafts per round of --autoregressive and --first-layers; left out: 5.",
+            rich_help_panel="Models",
+        ),
+    ] = None,
     dtype: o.Dtype = o.DtypeName.auto,
     device: o.Device = None,
-    per_domain: Annotated[int, typer.Option(metavar="N", min=1, help="Built-in prompts of each domain.")] = 16,
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="Your own prompts in place of ours, all of them: JSONL with prompt, messages, turns or question, and "
-            "a domain if you like; may be repeated.",
+            help="Your own prompts in place of ours: JSONL with turns (or prompt, messages, question), a domain and an "
+            "id if you like; the domain is the file's name without one. May be repeated.",
+            rich_help_panel="Prompts",
         ),
     ] = None,
+    held_out: Annotated[
+        bool,
+        typer.Option(
+            "--held-out",
+            help="Ask what dspark-fast train keeps from every training run, in six domains, as drafters' cards do.",
+            rich_help_panel="Prompts",
+        ),
+    ] = False,
+    per_domain: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Held-out prompts of each domain, which it asks for by itself; left out: 16.",
+            rich_help_panel="Prompts",
+        ),
+    ] = None,
+    first_turns: Annotated[
+        bool,
+        typer.Option(
+            "--first-turns",
+            help="Ask nothing after the first answer, as the authors' published figures.",
+            rich_help_panel="Prompts",
+        ),
+    ] = False,
     max_new_tokens: o.MaxNewTokens = 128,
-    temperature: o.Temperature = 0.0,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(
+            metavar="X",
+            min=0.0,
+            callback=lambda values: values and [o._number(value) for value in values],
+            help="0 takes the likeliest token each time, otherwise rejection sampling. May be repeated; left out: 0 "
+            "and 1.",
+            rich_help_panel="Sampling",
+        ),
+    ] = None,
+    seed: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=0, max=2**64 - 1, help="The same seed gives the same tokens.", rich_help_panel="Sampling"
+        ),
+    ] = 0,
+    confidence_threshold: o.Confidence = 0.0,
+    no_markov: o.NoMarkov = False,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts decoded together.")] = 8,
     speed: Annotated[
         bool, typer.Option("--speed", help="Time one prompt with and without the drafter, and predict the speedups.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the JSON object to this file too.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the JSON object to this file too, and what is done so far beside it (FILE run.json: "
+            "run.rows.jsonl): the same command goes on from there.",
+        ),
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Draw eval_tau.png and eval_positions.png there.")
+    ] = None,
 ) -> None:
-    """Measure the acceptance length tau of a drafter, by domain and block position.
+    """Measure the acceptance length tau of a drafter, by domain, temperature and block position.
 
-    The prompts are the package's own that are kept from every training run (2 % of them, chosen by a hash of their
-    text), first turns only. A slot's figure is the share of its drafts that were accepted, given that those before it
-    were. The row mean is the plain mean of tau over math, code, chat, list and short; all is pooled over all rounds.
+    The prompts are the package's own: 20 each of maths, code and chat, some of two turns. All figures are pooled over
+    rounds, as the authors of DSpark define them. tau: tokens per round, bonus included. proposed: drafts per round.
+    verify rate: committed tokens over verified positions. slot: the share of drafts there that were accepted, given
+    that those before it were. The row mean is the plain mean of tau over the domains (with --held-out: over math, code,
+    chat, list and short); all is pooled over all rounds.
     """
-    missing = [str(path) for path in prompts or [] if not path.is_file()]
-    if missing:
-        raise typer.BadParameter(f"no such file: {', '.join(missing)}", param_hint="'--prompts'")
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):  # before minutes of work, not after
-        raise typer.BadParameter(f"{out} cannot be written: it is a folder, or in none", param_hint="'--out'")
-    settings = Settings(
-        model=model,
-        draft=draft,
-        dtype=dtype.value,
-        device=device,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        seed=0,
-        verification=None,
-        confidence_threshold=0.0,
-        use_markov=True,
-    )
-    with plain_errors():
-        session = Session(settings)
-        report, results = _measure(session, prompts or [], per_domain, batch_size, speed)
+    _check(prompts or [], held_out, per_domain, out, plots)
+    with session.plain_errors():
+        session.quiet()
+        if plots is not None:
+            _need_matplotlib()
+        pair = _load(model, draft, autoregressive, first_layers, block_size, dtype.value, device)
+        asked = _questions(pair.tokenizer, prompts or [], held_out or per_domain is not None, per_domain)
+        settings = {
+            "max_new_tokens": max_new_tokens,
+            "batch_size": batch_size,
+            "seed": seed,
+            "confidence_threshold": confidence_threshold,
+            "use_markov": not no_markov,
+            "first_turns": first_turns,
+        }
+        results = _measure(pair, asked, sorted({*(temperature or (0.0, 1.0))}), out, settings)
+        timed = _time(pair, asked.prompts, results) if speed else None
+        report = _report(model, pair, asked, first_turns, results, timed)
         line = json.dumps(report)
         if out is not None:
             out.write_text(line + "\n", encoding="utf-8")
+        if plots is not None:
+            _draw(results, plots, f"{model.rpartition('/')[2]}, drafter: {pair.name}")
     if as_json:
         print(line)
     else:
         _show(results, report)
 
 
-def _measure(
-    session: Session, files: list[Path], per_domain: int, batch_size: int, speed: bool
-) -> tuple[dict[str, Any], list[Acceptance]]:
-    from dspark_fast.machine import describe
-    from dspark_fast.training.evaluate import held_out_prompts, mean_tau, measure_acceptance, with_mean
-
-    settings = session.settings
-    if not session.has_template:
-        raise ValueError(f"{settings.model} has no chat template, which the prompts need")
-    with Console(stderr=True).status("choosing prompts") as status:  # shown on a terminal only
-        prompts = held_out_prompts(session.tokenizer, per_domain, prompt_files=files)
-        _check_room(session, prompts)
-        results = measure_acceptance(
-            session.model,
-            session.draft,
-            prompts,
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            batch_size=batch_size,
-            on_progress=lambda done: status.update(f"measuring: {done} of {len(prompts)} prompts"),
-        )
-        rows = with_mean(results)
-        timed = _time(session, prompts, results, lambda what: status.update(f"timing: {what}")) if speed else None
-    mean = mean_tau(results)
-    report = {
-        "model": settings.model,
-        "draft": session.draft_name,
-        "dtype": session.dtype,
-        "prompts": [str(path) for path in files] or f"built-in, {per_domain} per domain",
-        "max_new_tokens": settings.max_new_tokens,
-        "temperature": settings.temperature,
-        "batch_size": batch_size,
-        "mean_tau": None if math.isnan(mean) else mean,
-        "tau": results[-1].to_dict()["tau"],
-        "rows": [{**one.to_dict(), "predicted_speedup": _predicted(one.tau, timed)} for one in rows],
-        "speed": timed,
-        "machine": describe(str(session.model.device)),
-    }
-    return report, rows
+def _check(files: list[Path], held_out: bool, per_domain: int | None, out: Path | None, plots: Path | None) -> None:
+    """What can be told before anything is loaded."""
+    missing = [str(path) for path in files if not path.is_file()]
+    if missing:
+        raise typer.BadParameter(f"no such file: {', '.join(missing)}", param_hint="'--prompts'")
+    if files and (held_out or per_domain is not None):
+        raise typer.BadParameter("your own prompts or the held-out ones, not both", param_hint="'--prompts'")
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise typer.BadParameter(f"{out} cannot be written: it is a folder, or in none", param_hint="'--out'")
+    if plots is not None and not plots.is_dir():
+        raise typer.BadParameter(f"{plots} is no folder", param_hint="'--plots'")
 
 
-def _check_room(session: Session, prompts: list[HeldOut]) -> None:
-    """No answer is cut by the end of the context.
+def _need_matplotlib() -> None:
+    """Raises ValueError now rather than after minutes of work."""
+    from importlib.util import find_spec
 
-    Raises:
-        ValueError: naming the longest prompt's length, and the context's.
-    """
-    context = getattr(session.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    longest, wanted = max(len(prompt.input_ids) for prompt in prompts), session.settings.max_new_tokens
-    if context is not None and longest + wanted > context:
-        raise ValueError(
-            f"the longest prompt has {longest} tokens, which with {wanted} new ones is more than the context of "
-            f"{session.settings.model}, {context}"
-        )
+    if find_spec("matplotlib") is None:
+        raise ValueError('--plots needs matplotlib: pip install "dspark-fast[plots]"')
 
 
-def _time(session: Session, prompts: list[HeldOut], results: list[Acceptance], progress: Any) -> dict[str, Any]:
-    """Seconds per round and per plain step, of one prompt at batch 1, both decodings in turn.
-
-    The prompt is the first of the domain with the longest answers, so that there are rounds to time. At a temperature
-    both decodings are coupled, as ``generate --compare`` has them.
-    """
+def _load(
+    model: str,
+    draft: str | None,
+    autoregressive: str | None,
+    layers: int | None,
+    block_size: int | None,
+    dtype: str,
+    device: str | None,
+) -> Pair:
+    options = {"--draft": draft, "--autoregressive": autoregressive, "--first-layers": layers}
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are given: accepted is one drafter")
+    if block_size is not None and not (autoregressive or layers):
+        raise ValueError(f"--block-size is {block_size}: it is for --autoregressive and --first-layers")
     import torch
 
-    from dspark_fast.compare import compare
+    from dspark_fast.evaluation import load_pair
 
-    longest = max(results[:-1], key=lambda one: one.tau * one.rounds / one.prompts if one.rounds else 0.0)
-    prompt = next(one for one in prompts if one.domain == longest.domain)
-    found: Comparison = compare(
-        session.model,
-        session.draft,
-        torch.tensor([prompt.input_ids], device=session.model.device),
-        tokenizer=session.tokenizer,
-        max_new_tokens=session.settings.max_new_tokens,
-        temperature=session.settings.temperature,
-        seed=session.settings.seed,
-        progress=progress,
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    return load_pair(
+        model,
+        draft,
+        autoregressive=autoregressive,
+        layers=layers,
+        block_size=block_size,
+        dtype=names.get(dtype),
+        device=device,
     )
-    parts = ("mode", "baseline", "prompt_tokens", "seconds_per_round", "seconds_per_plain_step", "acceptance_length")
-    parts += ("speedup", "speedup_least", "speedup_most", "identical")
-    whole = found.to_dict()
-    return {"domain": prompt.domain, "tokens": len(found.tokens), **{part: whole[part] for part in parts}}
 
 
-def _predicted(tau: float, timed: dict[str, Any] | None) -> float | None:
-    """``tau * T_plain / (T_draft + T_verify + T_bookkeeping)``; None without times, or rounds."""
-    if timed is None or not timed["seconds_per_plain_step"] or not timed["seconds_per_round"] or math.isnan(tau):
-        return None
-    return tau * timed["seconds_per_plain_step"] / sum(timed["seconds_per_round"].values())
+def _questions(tokenizer: Any, files: list[Path], held_out: bool, per_domain: int | None) -> Questions:
+    from dspark_fast.evaluation import read_prompt_file, shipped_prompts
+
+    if files:
+        return Questions([one for path in files for one in read_prompt_file(path)], [str(path) for path in files])
+    if held_out:
+        from dspark_fast.training.evaluate import MEAN_OF, held_out_questions
+
+        number = per_domain or _PER_DOMAIN
+        return Questions(held_out_questions(tokenizer, number), f"held-out, {number} per domain", MEAN_OF)
+    return Questions(shipped_prompts(), "shipped")
 
 
-def _show(rows: list[Acceptance], report: dict[str, Any]) -> None:
+def _measure(
+    pair: Pair, asked: Questions, temperatures: list[float], out: Path | None, settings: dict[str, Any]
+) -> list[Evaluation]:
+    """At one temperature after the other, with a bar for each on a terminal."""
+    from dspark_fast.evaluation import evaluate
+
+    rows = None if out is None else out.with_name(f"{out.stem}.rows.jsonl")
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("prompts, elapsed"))
+    columns += (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    results = []
+    # A batch takes longer than the 30 s that the time left is usually judged by.
+    with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=1800) as progress:
+        for temperature in temperatures:
+            bars: list[Any] = []
+
+            def show(done: int, name: str = f"temperature {temperature:g}", bars: list[Any] = bars) -> None:
+                if bars:
+                    progress.update(bars[0], completed=done)
+                else:  # what an earlier call did says nothing about how long the rest takes
+                    bars.append(progress.add_task(name, completed=done, total=len(asked.prompts)))
+
+            try:
+                results.append(
+                    evaluate(
+                        pair.model,
+                        pair.drafter,
+                        pair.tokenizer,
+                        asked.prompts,
+                        temperature=temperature,
+                        mean_of=asked.mean_of,
+                        rows=rows,
+                        on_progress=show,
+                        **settings,
+                    )
+                )
+            except KeyboardInterrupt:
+                if rows is not None:
+                    session.note(f"Stopped. What is done is in {rows}; the same command goes on from there")
+                raise
+    return results
+
+
+def _time(pair: Pair, prompts: list[Prompt], results: list[Evaluation]) -> list[dict[str, Any]]:
+    from dspark_fast.evaluation.speed import time_one
+
+    with Console(stderr=True).status("timing") as status:  # shown on a terminal only
+
+        def show(what: str) -> None:
+            status.update(f"timing: {what}")
+
+        return [time_one(pair.model, pair.drafter, pair.tokenizer, prompts, one, show) for one in results]
+
+
+def _report(
+    model: str,
+    pair: Pair,
+    asked: Questions,
+    first_turns: bool,
+    results: list[Evaluation],
+    timed: list[dict[str, Any]] | None,
+) -> dict[str, Any]:
+    from dspark_fast.machine import describe
+
+    dtype = str(pair.model.dtype).removeprefix("torch.")
+    return {
+        "model": model,
+        "draft": pair.name,
+        "dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype),
+        "prompts": asked.told,
+        "first_turns": first_turns,
+        "results": [one.to_dict() for one in results],
+        "speed": timed,
+        "machine": describe(str(pair.model.device)),
+    }
+
+
+def _draw(results: list[Evaluation], folder: Path, title: str) -> None:
+    from dspark_fast.evaluation import plot_positions, plot_tau
+
+    plot_tau(results, folder / "eval_tau.png", title=title)
+    plot_positions(results, folder / "eval_positions.png", title=title)
+
+
+def _show(results: list[Evaluation], report: dict[str, Any]) -> None:
+    from dspark_fast.evaluation.table import acceptance_table
+
     out = Console(highlight=False, soft_wrap=True)
-    slots = max(len(one.by_position) for one in rows)
-    timed = report["speed"]
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("domain")
-    names = ["prompts", "tau", *(f"slot {slot + 1}" for slot in range(slots)), *(["predicted"] if timed else [])]
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for index, (one, row) in enumerate(zip(rows, report["rows"], strict=True)):
-        if index and one.domain in ("mean", "all") and rows[index - 1].domain not in ("mean", "all"):
-            table.add_section()
-        cells = [f"{share:.2f}" if not math.isnan(share) else "-" for share in one.by_position]
-        cells += [""] * (slots - len(cells))
-        if timed:
-            cells.append("-" if row["predicted_speedup"] is None else f"{row['predicted_speedup']:.2f}x")
-        tau = "-" if math.isnan(one.tau) else f"{one.tau:.2f}"
-        summary = one.domain in ("mean", "all")
-        table.add_row(one.domain, str(one.prompts), tau, *cells, style="bold" if summary else None)
-    out.print(table)
-    mode = f"temperature {report['temperature']:g}" if report["temperature"] else "greedy"
-    machine = report["machine"]
+    if not out.is_terminal:  # a file has no edge
+        out.width = max(out.width, 160)
+    timed = report["speed"] or [None] * len(results)
+    for one, times in zip(results, timed):
+        out.print(acceptance_table(one, times and times["predicted"]))
+        if times:
+            out.print(_timing(times), markup=False)
+        out.print()
+    machine, first = report["machine"], results[0]
     threads = f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
-    out.print(
-        f"{mode} | up to {report['max_new_tokens']} new tokens | {report['dtype']} | {machine['device']}, {threads} | "
-        f"torch {machine['torch']}, transformers {machine['transformers']}",
-        style="dim",
-        markup=False,
+    parts = [f"{report['model']}, {report['draft']}", f"up to {first.max_new_tokens} new tokens", f"seed {first.seed}"]
+    if first.confidence_threshold:
+        parts.append(f"cut below confidence {first.confidence_threshold:g}")
+    parts += [] if first.use_markov else ["no Markov head"]
+    parts += [report["dtype"], f"{machine['device']}, {threads}"]
+    parts.append(f"torch {machine['torch']}, transformers {machine['transformers']}")
+    out.print(" | ".join(parts), style="dim", markup=False)
+
+
+def _timing(times: dict[str, Any]) -> str:
+    """What the predicted speedups are made of, in a sentence."""
+    if not times["seconds_per_plain_step"] or not times["seconds_per_round"]:
+        return "predicted: nothing, the answer that was timed has one token only"
+    parts = " + ".join(f"{name} {1000 * seconds:.2f}" for name, seconds in times["seconds_per_round"].items())
+    return (
+        f"predicted: tau x {1000 * times['seconds_per_plain_step']:.2f} ms / ({parts} ms), from the prompt "
+        f"{times['id']} at batch 1, whose own measured speedup is {times['speedup']:.2f}x at tau "
+        f"{times['acceptance_length']:.2f}"
     )
-    if timed and timed["seconds_per_plain_step"] and timed["seconds_per_round"]:
-        draft, verify, rest = (1000 * timed["seconds_per_round"][part] for part in ("draft", "verify", "bookkeeping"))
-        out.print(
-            f"predicted: tau x {1000 * timed['seconds_per_plain_step']:.2f} ms / (draft {draft:.2f} + verify "
-            f"{verify:.2f} + rest {rest:.2f} ms), from one {timed['domain']} prompt at batch 1, whose own measured "
-            f"speedup is {timed['speedup']:.2f}x at tau {timed['acceptance_length']:.2f}",
-            markup=False,
-        )
-    elif timed:
-        out.print("predicted: nothing, the answer that was timed has one token only")

@@ -246,7 +246,7 @@ def _run(
         metrics=out / "metrics.jsonl",
         acceptance=acceptance,
         answer_tokens=int(train.token_counts(trained.config.vocab_size).sum()),
-        measure_command=shlex.join([*measure, "--per-domain", str(per_domain)]),
+        measure_command=shlex.join([*measure, "--held-out", "--per-domain", str(per_domain), "--temperature", "0"]),
         trained_on=_trained_on(describe(str(model.device)), workers.count),
     )
     for one in with_mean(acceptance):

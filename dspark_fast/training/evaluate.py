@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice, pairwise
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dspark_fast.draft import DSparkDraft
-from dspark_fast.generation import generate
+from dspark_fast.evaluation.answering import answer
+from dspark_fast.evaluation.counts import Counts, pooled
 from dspark_fast.reference import expand_seeds
 from dspark_fast.training.prompts import SHARES, Prompt, is_held_out, read_prompts, training_prompts
 from dspark_fast.training.responses import conversation_ids
@@ -82,28 +81,61 @@ def held_out_prompts(
     """
     from jinja2 import TemplateError
 
+    mine = [prompt for path in prompt_files for prompt in read_prompts(path)]
+    if prompt_files and not mine:
+        raise ValueError(f"no prompt stands in {', '.join(map(str, prompt_files))}")
+    if not mine:
+        prompts = held_out_questions(tokenizer, per_domain, seed)
+        return [HeldOut(prompt.domain, conversation_ids(tokenizer, list(prompt.messages))) for prompt in prompts]
+    _check(tokenizer, per_domain)
+    found = []
+    for prompt in mine:
+        try:
+            found.append(HeldOut(prompt.domain, conversation_ids(tokenizer, list(prompt.messages))))
+        except TemplateError as error:
+            raise _refused(prompt, error) from error
+    return found
+
+
+def held_out_questions(tokenizer: Any, per_domain: int, seed: int = 0) -> list[Prompt]:
+    """The built-in prompts of :func:`held_out_prompts` before they are laid out: first turns only.
+
+    Args:
+        tokenizer, per_domain, seed: see there.
+
+    Raises:
+        ValueError: as there.
+    """
+    from jinja2 import TemplateError
+
+    _check(tokenizer, per_domain)
+    found = []
+    for prompt in built_in_prompts(per_domain, seed):
+        one = replace(prompt, follow_ups=())
+        try:
+            conversation_ids(tokenizer, list(one.messages))
+        except TemplateError as error:
+            if one.messages[0]["role"] != "system":
+                raise _refused(one, error) from error
+            one = replace(one, messages=one.messages[1:])
+            try:
+                conversation_ids(tokenizer, list(one.messages))
+            except TemplateError as another:
+                raise _refused(one, another) from another
+        found.append(one)
+    return found
+
+
+def _check(tokenizer: Any, per_domain: int) -> None:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the target has no chat template, which the prompts need: take an instruction-tuned target")
     if per_domain < 1:
         raise ValueError(f"per_domain is {per_domain}: accepted is 1 or more")
-    mine = [prompt for path in prompt_files for prompt in read_prompts(path)]
-    if prompt_files and not mine:
-        raise ValueError(f"no prompt stands in {', '.join(map(str, prompt_files))}")
-    found = []
-    for prompt in mine or built_in_prompts(per_domain, seed):
-        messages = list(prompt.messages)
-        try:
-            try:
-                ids = conversation_ids(tokenizer, messages)
-            except TemplateError:
-                if mine or messages[0]["role"] != "system":
-                    raise
-                ids = conversation_ids(tokenizer, messages[1:])
-        except TemplateError as error:
-            text = messages[-1]["content"][:40]
-            raise ValueError(f"the target's chat template refuses the prompt {text!r}: {error}") from error
-        found.append(HeldOut(prompt.domain, ids))
-    return found
+
+
+def _refused(prompt: Prompt, error: Exception) -> ValueError:
+    text = prompt.messages[-1]["content"][:40]
+    return ValueError(f"the target's chat template refuses the prompt {text!r}: {error}")
 
 
 def built_in_prompts(per_domain: int, seed: int) -> list[Prompt]:
@@ -152,35 +184,28 @@ def measure_acceptance(
         domains.setdefault(numbered[1].domain, []).append(numbered)
     # A seed belongs to a prompt and not to its row, so that the batch size changes nothing when sampling either.
     seeds = expand_seeds(0, sum(map(len, domains.values())), 1).tolist()
-    pad = model.generation_config.pad_token_id
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     block, done = draft.config.block_size, 0
-    found: dict[str, _Count] = {}
+    found: dict[str, Counts] = {}
     for domain, group in domains.items():
-        count = found[domain] = _Count(block)
+        count = Counts.none(block)
         by_length = sorted(group, key=lambda one: len(one[1].input_ids))
         for start in range(0, len(by_length), batch_size):
             rows = by_length[start : start + batch_size]
-            ids, mask = _padded([one.input_ids for _, one in rows], 0 if pad is None else pad, model.device)
-            out = generate(
+            _, stats = answer(
                 model,
                 draft,
-                ids,
-                attention_mask=mask,
+                [one.input_ids for _, one in rows],
+                [seeds[number] for number, _ in rows],
                 max_new_tokens=max_new_tokens,
-                pad_token_id=0 if pad is None else pad,
-                off_switch=False,
-                seed=[seeds[number] for number, _ in rows],
-                **sampling,
+                temperature=temperature,
             )
-            lengths = [length for row in out.stats.acceptance_lengths for length in row]
-            count.add(_Count(block, len(rows), lengths, out.stats.proposed, out.stats.accepted))
+            lengths = [length for row in stats.acceptance_lengths for length in row]
+            count += Counts(len(rows), len(lengths), sum(lengths), tuple(stats.proposed), tuple(stats.accepted))
             done += len(rows)
             on_progress(done)
-    pooled = _Count(block)
-    for count in found.values():
-        pooled.add(count)
-    return [count.acceptance(domain) for domain, count in {**found, "all": pooled}.items()]
+        found[domain] = count
+    found["all"] = pooled(list(found.values()), block)
+    return [_acceptance(domain, count) for domain, count in found.items()]
 
 
 def mean_tau(results: Iterable[Acceptance]) -> float:
@@ -199,39 +224,7 @@ def with_mean(results: Sequence[Acceptance]) -> list[Acceptance]:
     return [*results[:-1], mean, results[-1]]
 
 
-def _padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows padded on the left, and their mask, int64 ``[B, S]`` each."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask
-
-
-class _Count:
-    """Rounds and slots of some prompts."""
-
-    def __init__(
-        self,
-        block: int,
-        prompts: int = 0,
-        lengths: Sequence[int] = (),
-        proposed: Sequence[int] = (),
-        accepted: Sequence[int] = (),
-    ) -> None:
-        self.prompts = prompts
-        self.lengths = list(lengths)
-        self.proposed = list(proposed) or [0] * block
-        self.accepted = list(accepted) or [0] * block
-
-    def add(self, other: _Count) -> None:
-        self.prompts += other.prompts
-        self.lengths += other.lengths
-        self.proposed = [a + b for a, b in zip(self.proposed, other.proposed, strict=True)]
-        self.accepted = [a + b for a, b in zip(self.accepted, other.accepted, strict=True)]
-
-    def acceptance(self, domain: str) -> Acceptance:
-        # Survival first (all drafts up to a slot accepted, of those proposed there), then its ratio from slot to slot.
-        survival = [1.0, *(hit / n if n else math.nan for hit, n in zip(self.accepted, self.proposed, strict=True))]
-        conditional = [round(now / last, 3) if last else math.nan for last, now in pairwise(survival)]
-        tau = sum(self.lengths) / len(self.lengths) if self.lengths else math.nan
-        return Acceptance(domain, self.prompts, tau, conditional, len(self.lengths))
+def _acceptance(domain: str, counts: Counts) -> Acceptance:
+    # Three digits are what so many rounds tell.
+    shares = [share if math.isnan(share) else round(share, 3) for share in counts.conditional]
+    return Acceptance(domain, counts.prompts, counts.tau, shares, counts.rounds)

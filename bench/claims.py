@@ -1,0 +1,238 @@
+"""What the READMEs say of measurements, and where each number comes from; ``readme.py`` puts them in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+
+
+class Results:
+    """The JSON files of one folder of devices."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __getattr__(self, name: str) -> Any:
+        path = self.folder / "cpu" / f"{name}.json"
+        if not path.is_file():
+            raise AttributeError(name)
+        value = json.loads(path.read_text(encoding="utf-8"))
+        setattr(self, name, value)
+        return value
+
+    @cached_property
+    def fast(self) -> list[dict[str, Any]]:
+        """The five prompts in 16 bits, where speed is measured."""
+        return [row for row in self.five_prompts["rows"] if row["dtype"] != "float32"]
+
+
+def mean(rows: list[dict[str, Any]], key: str) -> float:
+    return sum(row[key] for row in rows) / len(rows)
+
+
+def five_prompts(results: Results) -> str:
+    """The first screen's table."""
+    exact = {(row["prompt"], row["mode"]): row for row in results.five_prompts["rows"] if row["dtype"] == "float32"}
+    lines = [
+        "| prompt | acceptance length | speedup (range) | predicted | same tokens: fp32 | fp32, T 0.8 | bf16 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in results.fast:
+        same = [_same(one) for one in (exact[row["prompt"], "greedy"], exact[row["prompt"], "coupled"], row)]
+        lines.append(
+            f"| {row['prompt']} | {row['acceptance_length']:.2f} | {row['speedup']:.2f} ({row['speedup_least']:.2f} to "
+            f"{row['speedup_most']:.2f}) | {row['predicted_speedup']:.2f} | {' | '.join(same)} |"
+        )
+    means = [f"{mean(results.fast, key):.2f}" for key in ("acceptance_length", "speedup", "predicted_speedup")]
+    return "\n".join([*lines, f"| mean | {' | '.join(means)} | | | |"])
+
+
+def _same(row: dict[str, Any]) -> str:
+    if row["identical"]:
+        return "yes"
+    first = row["first_difference"]
+    return f"{'near-tie' if first['near_tie'] else '**fault**'} at {first['index']}"
+
+
+def mutants(results: Results) -> str:
+    """Every planted fault, what finds it, and with how many draws."""
+    lines = ["| fault | dies by | draws |", "|---|---|---|"]
+    for one in results.mutants["mutants"]:
+        fault = one["fault"].replace("|", "\\|")
+        means = f"law: `{one['row']}`" if one["means"] == "law" else one["means"]
+        lines.append(f"| {fault} | {means} | {one['draws']:,} |")
+    return "\n".join(lines)
+
+
+def engine(results: Results) -> str:
+    """The engine against transformers' own ``generate``, whole calls."""
+    found, lines = results.engine, ["| | speedup | goal |", "|---|---:|---|"]
+
+    def line(what: str, value: float, spread: str, goal: float | None) -> None:
+        said = "" if goal is None else f"{goal:g}" if value >= goal else f"{goal:g}, **not reached**"
+        lines.append(f"| {what} | {value:.2f} ({spread}) | {said} |")
+
+    for name, what, goal in (
+        ("prompts", "ten prompts alone, 128 tokens each: mean of the medians of {pairs} pairs", 1.8),
+        ("compiled", "the same with `compile_target=True`, transformers' own not compiled", 1.8),
+    ):
+        rows = found[name]["rows"]
+        speeds = [row["speedup"] for row in rows]
+        spread = f"{min(speeds):.2f} to {max(speeds):.2f} by prompt"
+        line(what.format(pairs=rows[0]["pairs"]), found[name]["mean_speedup"], spread, goal)
+    worst = found["worst"]
+    what = f"a drafter of random weights, 256 tokens of a long story, median of {worst['pairs']} pairs"
+    line(what, worst["speedup"], f"{worst['least']:.2f} to {worst['most']:.2f}", 0.95)
+    for row in found["batch"]["rows"]:
+        spread = f"{row['least']:.2f} to {row['most']:.2f}"
+        line(
+            f"eight prompts together, {row['name']}",
+            row["speedup"],
+            spread,
+            0.95 if row["name"] == OFF_SWITCH else None,
+        )
+    return "\n".join(lines)
+
+
+OFF_SWITCH = "with the off-switch"
+
+
+def _round(results: Results) -> dict[str, str]:
+    """Shares of a round alone."""
+    profile = results.engine["profile"]
+    whole = profile["round_milliseconds"]
+    part = {row["part"]: 100 * row["milliseconds"] / whole for row in profile["rows"]}
+    ops = sum(share for name, share in part.items() if name.startswith("op "))
+    return {
+        "round": f"{whole:.0f}",
+        "target": f"{part['target']:.0f}",
+        "drafter": f"{part['drafter']:.0f}",
+        "ops": f"{ops:.0f}",
+        "rest": f"{100 * profile['outside']:.1f}",
+    }
+
+
+def _passes(results: Results) -> dict[str, str]:
+    """What a pass over 64 tokens costs."""
+    cost = {(row["rows"], row["tokens"]): row["milliseconds"] for row in results.engine["passes"]["rows"]}
+    return {"alone": f"{cost[1, 64] / cost[1, 1]:.1f}", "batch": f"{cost[8, 64] / cost[8, 8]:.1f}"}
+
+
+def _alarms(results: Results) -> dict[str, str]:
+    levels = results.false_alarms["levels"]
+    return {name: str(levels[name]["runs_of_each"]) for name in ("op", "loop")}
+
+
+def _settings(results: Results) -> dict[str, str]:
+    """The suite shares its false alarms out among its rows."""
+    return {"settings": f"{results.false_alarms['family_wise_level'] / results.mutants['level_of_a_row']:.0f}"}
+
+
+def _planted(results: Results) -> dict[str, str]:
+    return {"faults": str(len(results.mutants["mutants"]))}
+
+
+def _training(results: Results) -> dict[str, str]:
+    """Of the run whose times were kept."""
+    run = results.training
+    return {
+        "tokens": f"{round(run['answers']['tokens'], -3):,}",
+        "answering": f"{run['answers']['seconds'] / 60:.0f}",
+        "steps": f"{sum(run['training']['steps']):,}",
+        "minutes": f"{sum(run['training']['seconds']) / 60:.0f}",
+    }
+
+
+def _doctor(results: Results) -> dict[str, str]:
+    faults = [row for row in results.doctor["rows"] if row["is"] is not None]
+    assert all(row["right"] for row in results.doctor["rows"])
+    return {"faults": WORDS[len(faults)]}
+
+
+def _expected(results: Results) -> dict[str, str]:
+    speeds = [row["speedup"] for row in results.engine["prompts"]["rows"]]
+    return {"least": f"{min(speeds):.1f}", "most": f"{max(speeds):.1f}"}
+
+
+def _memory(results: Results) -> dict[str, str]:
+    """The fused loss's share of the memory of the unfused one, as a bound."""
+    share = 100 * max(results.draft_loss["memory"]["of_unfused"].values())
+    return {"percent": f"{int(share) + 1}"}
+
+
+def _saved(results: Results) -> dict[str, str]:
+    """What the cheaper losses cost in acceptance, against the whole vocabulary's and the baseline's."""
+    tau = {row["name"]: row["tau"]["mean"] for row in results.ablation["rows"]}
+    costs = [
+        tau["vocabulary-all"] - tau["baseline"],
+        tau["baseline"] - tau["vocabulary-2048"],
+        tau["baseline"] - tau["top-64"],
+    ]
+    return {"least": f"{min(costs):.2f}", "most": f"{max(costs):.2f}"}
+
+
+def _shipped(results: Results) -> dict[str, str]:
+    """tau on the shipped prompts, by temperature."""
+    taus = {one["temperature"]: one["mean_tau"] for one in results.eval["results"]}
+    return {"greedy": f"{taus[0.0]:.2f}", "sampled": f"{taus[1.0]:.2f}"}
+
+
+def _tau(results: Results) -> dict[str, str]:
+    return {"tau": f"{results.acceptance['mean_tau']:.2f}"}
+
+
+#: tables between markers, by file
+TABLES: dict[str, dict[str, Callable[[Results], str]]] = {
+    "README.md": {"five-prompts": five_prompts, "mutants": mutants},
+    "bench/README.md": {"engine": engine},
+}
+
+#: sentences with numbers in them, by file
+SENTENCES: dict[str, dict[str, Callable[[Results], dict[str, str]]]] = {
+    "README.md": {
+        "expect {least} to {most} times greedily in bf16": _expected,
+        "by a suite that rejects {faults} planted faults": _planted,
+        "against seeded runs of the real loop and of its ops in {settings} settings": _settings,
+        "{faults} faults are planted in the code": _planted,
+        "The {faults} faults, what finds each": _planted,
+        "{op} reseeded runs of every op row and {loop} of every loop row": _alarms,
+        "Each of {faults} faults planted in SmolLM2's pair is named": _doctor,
+        "One core gave {tokens} answer tokens in {answering} minutes and made {steps} steps of a two-layer drafter in "
+        "{minutes}": _training,
+        "less than {percent} % of the memory of the unfused one": _memory,
+        "The first gives {greedy} greedily and {sampled} at temperature 1": _shipped,
+        "--batch-size 16`) it is {tau} (": _tau,
+        "[what both cost in acceptance](bench/README.md#what-each-choice-of-the-recipe-is-worth), {least} to "
+        "{most}": _saved,
+    },
+    "bench/README.md": {
+        "Of a round of {round} ms alone the target takes {target} %, the drafter {drafter} %, the ops {ops} %, and all "
+        "else {rest} %": _round,
+        "One pass over 64 tokens costs {alone} times one over a single token, and in a batch of 8 {batch} times one "
+        "over 8": _passes,
+    },
+}
+
+#: What looks measured and is not; ``{any}`` stands for a number.
+NOT_MEASURED = [
+    "Python {any} to {any}",
+    "compute capability {any}",
+    # settings
+    "T {any}",
+    # counted from shapes
+    "with five taps {any} kB a token for SmolLM2",
+    # predictions, which the benches print with --predict, and what they assume
+    "bytes over a copy rate of {any} TB/s, plus {any} us a launch",
+    "{any} us at 32k of context",
+    "| {any} us |",
+    "{any} us, 7 slots",
+    "{any} us, rejection of 7 drafts",
+    # what the suite is powered for
+    "sees a total-variation error of {any} %",
+    "beyond chance (paired by block, {any} % over all changes together)",
+]

@@ -1,0 +1,92 @@
+"""The README's measured numbers, from the JSON files under results/: none is written by hand.
+
+    python bench/readme.py            # rewrites README.md and bench/README.md where a number has changed
+    python bench/readme.py --check    # writes nothing; exit status 1 if it would
+
+A table stands between markers and is written whole. A number inside a sentence is found by the words around it
+(:data:`claims.SENTENCES`), so that the text stays readable; if the words have changed, the script says which claim it
+no longer finds. What is left must not look measured: :func:`unexplained`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from claims import NOT_MEASURED, SENTENCES, TABLES, Results
+
+ROOT = Path(__file__).parent.parent
+_NUMBER = r"(-?\d[\d,]*(?:\.\d+)?|[a-z]+(?:-[a-z]+)?)"
+_HOLE = re.compile(r"\{(\w+)\}")
+# Decimals, and numbers with a unit or a word that says they were counted or timed.
+_UNITS = r"%|times|x\b|ms\b|us\b|s\b|seconds|minutes|hours|kB|MB|GB|MiB|GiB|TB/s"
+_MEASURED = re.compile(rf"(?<![\w.#/=-])(?:\d[\d,]*\.\d+|\d[\d,]*(?= ?(?:{_UNITS})))")
+
+
+def written(text: str, results: Results, name: str) -> str:
+    """The file ``name``'s text with every number as the results have it.
+
+    Raises:
+        LookupError: for a table or sentence that the text does not have exactly once.
+    """
+    for table, make in TABLES.get(name, {}).items():
+        begin, end = f"<!-- {table}:begin -->\n", f"<!-- {table}:end -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise LookupError(f"{name} has not once what stands between {begin.strip()} and {end}")
+        head, rest = text.split(begin)
+        text = head + begin + make(results).rstrip("\n") + "\n" + end + rest.split(end)[1]
+    for template, values in SENTENCES.get(name, {}).items():
+        found = list(re.finditer(_pattern(template), text))
+        if len(found) != 1:
+            raise LookupError(f"{name} says {len(found)} times, not once: {template}")
+        match, new = found[0], values(results)
+        for index in range(match.lastindex or 0, 0, -1):
+            start, stop = match.span(index)
+            text = text[:start] + new[_HOLE.findall(template)[index - 1]] + text[stop:]
+    return text
+
+
+def unexplained(text: str, name: str) -> list[str]:
+    """Numbers that look measured, but that no table, sentence or entry of :data:`claims.NOT_MEASURED` accounts for."""
+    for table in TABLES.get(name, {}):
+        text = re.sub(rf"<!-- {table}:begin -->.*?<!-- {table}:end -->", "", text, flags=re.DOTALL)
+    for template in SENTENCES.get(name, {}):
+        text = re.sub(_pattern(template), " ", text)
+    text = re.sub(r"```.*?```|`[^`\n]*`|\]\([^)]*\)", " ", text, flags=re.DOTALL)
+    for words in NOT_MEASURED:
+        text = re.sub(_pattern(words), " ", text)
+    return [text[max(0, one.start() - 50) : one.end() + 20].replace("\n", " ") for one in _MEASURED.finditer(text)]
+
+
+def _pattern(template: str) -> str:
+    """A template's words as a regular expression: any white space between them, a group for each hole."""
+    parts = [
+        _NUMBER if _HOLE.fullmatch(part) else r"\s+".join(map(re.escape, re.split(r"\s+", part)))
+        for part in re.split(r"(\{\w+\})", template)
+    ]
+    return "".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, say what differs")
+    check = parser.parse_args().check
+    results, different = Results(ROOT / "bench" / "results"), False
+    for name in sorted({*TABLES, *SENTENCES}):
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        new = written(text, results, name)
+        different |= new != text
+        if new != text and not check:
+            path.write_text(new, encoding="utf-8")
+        for place in unexplained(new, name) if name == "README.md" else ():
+            print(f"{name}: of no file under bench/results: ...{place}...", file=sys.stderr)
+            different |= check
+        print(f"{name}: {'differs' if check and new != text else 'written' if new != text else 'as the results say'}")
+    sys.exit(1 if check and different else 0)
+
+
+if __name__ == "__main__":
+    main()
