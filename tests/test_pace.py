@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,9 @@ import dspark_fast
 from dspark_fast.engine import loop
 from dspark_fast.engine.pace import Pace
 from dspark_fast.engine.target import RaggedTarget
+from dspark_fast.losslessness.loop import LoopPair, generated
+from dspark_fast.losslessness.pairs import model_pair
+from dspark_fast.losslessness.rows import Row
 
 BLOCK = 5
 KEEP = (0.5, 0.6, 0.5, 0.5, 0.6)  # of drafts that are reached, as SmolLM2's are
@@ -53,7 +57,11 @@ def drive(pace, rounds, rows, each, dice, keep=KEEP, noise=0.0, hiccups=0.0):
     return lengths, tokens / rows / spent
 
 
-@pytest.mark.parametrize("rows", [1, 8])
+def test_all_drafts_of_one_row_are_verified():
+    assert set(drive(Pace(BLOCK), 100, 1, 0.1, random.Random(0), noise=0.3)[0]) == {BLOCK}
+
+
+@pytest.mark.parametrize("rows", [2, 8])
 def test_all_drafts_are_verified_where_they_cost_nothing(rows):
     lengths, speed = drive(Pace(BLOCK), 320, rows, 0.0, random.Random(0))
     assert lengths[:4] == [5, 5, 2, 2] and set(lengths[4:]) == {2, 5}
@@ -139,7 +147,7 @@ def test_tokens_are_the_same_at_any_pace(mode, verified, make_target, prompts, s
 
 def test_rejection_keeps_to_the_target_at_any_pace(verified, make_target, make_draft):
     """A top-1 cut leaves one token, whoever draws it."""
-    model, ids = make_target(), torch.tensor([[5, 6, 7]])
+    model, ids = make_target(), torch.tensor([[5, 6, 7], [8, 9, 10]])
     truth = model.generate(ids, max_new_tokens=40, do_sample=False)
     settings = {"max_new_tokens": 40, "do_sample": True, "top_k": 1}
     verified.clear()
@@ -147,3 +155,12 @@ def test_rejection_keeps_to_the_target_at_any_pace(verified, make_target, make_d
     assert torch.equal(seeded, truth) and set(verified) == {BLOCK + 1}  # its tokens must not hang on the clock
     paced = dspark_fast.generate(model, make_draft(model), ids, off_switch=True, **settings)
     assert torch.equal(paced, truth) and len(set(verified)) >= 3
+
+
+def test_the_law_is_the_targets_at_any_pace(verified):
+    """How many drafts are verified hangs on what was accepted before, in all rows, and never on what it judges."""
+    make = partial(model_pair, vocab_size=3, block=6)
+    pair = LoopPair(make, 9, {"temperature": 2.0}, prompts=((1, 0, 2),), options={"off_switch": True}, window=(7, 9))
+    row = Row("paced", "loop", pair.laws, partial(generated, pair), 3, pair.tokens, pair.window)
+    assert row.p_value(row.draws(subset=True), seed=1) > 1e-6
+    assert len(set(verified)) >= 3

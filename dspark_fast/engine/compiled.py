@@ -48,7 +48,9 @@ def compiling() -> Iterator[None]:
         yield
 
 
-def chosen(model: nn.Module, shape: Hashable, plain: Pass, compiled: Pass, ids: torch.Tensor) -> bool:
+def chosen(
+    model: nn.Module, shape: Hashable, plain: Pass, compiled: Pass, ids: torch.Tensor, *, worth: float = 1.0
+) -> bool:
     """Whether ``compiled`` is the faster pass over ``ids``; compiles it at the first question about a shape.
 
     Both are run, so they must be such that running them again changes nothing. What cannot be compiled is not faster,
@@ -58,6 +60,7 @@ def chosen(model: nn.Module, shape: Hashable, plain: Pass, compiled: Pass, ids: 
         model: whose passes they are.
         shape: everything that a compiled pass depends on.
         ids: int64 ``[B, T]``.
+        worth: how many times as fast it must be.
     """
     known = _faster.setdefault(model, {})
     if shape not in known:
@@ -69,7 +72,7 @@ def chosen(model: nn.Module, shape: Hashable, plain: Pass, compiled: Pass, ids: 
             known[shape] = False
             return False
         pairs = [(_seconds(plain, ids), _seconds(compiled, ids)) for _ in range(PAIRS)]
-        known[shape] = statistics.median(one / other for one, other in pairs) > 1
+        known[shape] = statistics.median(one / other for one, other in pairs) > worth
     return known[shape]
 
 

@@ -26,10 +26,13 @@ class Pace:
     """Chooses how many drafts of each row to verify, from the time and the acceptance of past rounds.
 
     A verify pass over ``n`` tokens takes ``a + b n`` seconds, with the drafting, which is the same for all lengths, in
-    ``a``; both come from rounds of two lengths. At batch 1 or on a GPU ``b`` is next to nothing; in a batch on a CPU
-    the last drafts of a block cost more than they give. The length that commits most tokens per second is the
-    objective of the paper's scheduler (DSpark, Algorithm 1), with one length for all rows, since the blocks of a batch
-    stand in one rectangle. It is fixed before a round drafts, so it cannot look at what it judges.
+    ``a``; both come from rounds of two lengths. The length that commits most tokens per second is the objective of the
+    paper's scheduler (DSpark, Algorithm 1), with one length for all rows, since the blocks of a batch stand in one
+    rectangle. It is fixed before a round drafts, so it cannot look at what it judges.
+
+    In a batch on a CPU the last drafts of a block cost more than they give. One row's are all verified: its pass is the
+    reading of the weights (on SmolLM2 eight tokens take an eighth longer than one), and what a shorter block saves is
+    less than decisions by a noisy clock would lose.
 
     Args:
         block: drafts per round, at least 1.
@@ -45,7 +48,7 @@ class Pace:
     def drafts(self, rows: int) -> int:
         """How many drafts per row the next round verifies, of ``rows`` rows: 1 to the block size."""
         half = max(1, self._block // 2)
-        if self._rounds < _WHOLE:
+        if rows == 1 or self._rounds < _WHOLE:
             return self._block
         if self._rounds < _WHOLE + _HALF:
             return half

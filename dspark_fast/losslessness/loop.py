@@ -76,9 +76,7 @@ def generated(pair: LoopPair, rows: int, seed: int, at_once: int = AT_ONCE) -> T
             do_sample=True,
             seed=seeds,
             verification=pair.verification,
-            off_switch=False,
-            **{"top_k": 0, **pair.cuts},
-            **pair.options,
+            **{"off_switch": False, "top_k": 0, **pair.cuts, **pair.options},
         )[:, width:]
         found.append(torch.nn.functional.pad(out, (0, pair.tokens - out.shape[1])))
     return torch.cat(found)
