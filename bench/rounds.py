@@ -18,7 +18,6 @@ from scripted import (
     TINY,
     TINY_DRAFT,
     ScriptedDSpark,
-    by_reference,
     floor_of,
     kv_bytes,
     random_pair,
@@ -29,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import dspark_fast
 from dspark_fast import pairs
+from dspark_fast.benchmark.notebook import by_reference
 from dspark_fast.engine.capacity import bucket
 from dspark_fast.targets import TargetError
 
@@ -222,8 +222,8 @@ class Rounds:
         """Decode ``ids`` once."""
         model, new, start = pair.model, self.options.new_tokens, ids.shape[1]
         if way in (NOTEBOOK, REFERENCE):
-            tokens, rounds, seconds = by_reference(model, pair.draft, ids, new, table, cached=way == NOTEBOOK)
-            return Run(tokens, rounds, seconds, (new - 1) / rounds)
+            found = by_reference(model, pair.draft, ids, new, table, cached=way == NOTEBOOK)
+            return Run(found.tokens, found.rounds, found.seconds, (new - 1) / found.rounds)
         common = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "do_sample": False}
         common |= {"eos_token_id": None, "pad_token_id": 0}
         if way in OURS:

@@ -1,4 +1,4 @@
-"""For timing rounds: a pair in Qwen3-4B's shape that accepts as it is told, a round's bytes, the notebook's loop.
+"""For timing rounds: a pair in Qwen3-4B's shape that accepts as it is told, and a round's bytes.
 
 No trained weights are at hand on every machine that has a GPU, and a round's time does not ask what the weights say: it
 asks how many there are, and how many drafts are accepted. So target and drafter are random, all of their work is done,
@@ -8,17 +8,14 @@ and then the drafts are replaced by what the target is known to say next, right 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
-from transformers import DynamicCache, LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from dspark_fast import DSparkConfig, DSparkDraft
 from dspark_fast.drafters import DSparkDrafter, Noise, Proposal
-from dspark_fast.engine.taps import tapped
-from dspark_fast.reference import draft_block
 from dspark_fast.reference.philox import philox
 
 QWEN3_4B = {
@@ -199,58 +196,3 @@ class ScriptedDSpark(DSparkDrafter):
         # A finished row stands at its end, one behind the table's last line.
         line = (position - self._start).clamp(0, self._table.shape[1] - 1)
         return dataclasses.replace(proposal, tokens=self._table[self._rows, line])
-
-
-# --- decoding as the notebook does, and as the definition of the drafter does -----------------------------------------
-
-
-@torch.no_grad()
-def by_reference(
-    model: PreTrainedModel,
-    draft: DSparkDraft,
-    ids: torch.Tensor,
-    new_tokens: int,
-    table: torch.Tensor | None,
-    *,
-    cached: bool,
-) -> tuple[torch.Tensor, int, float]:
-    """One row, greedily, with ``dspark_fast.reference.draft_block``, which projects the whole context every round.
-
-    Args:
-        table: a script to replace the drafts by; None keeps them.
-        cached: the target has its own ``DynamicCache``, cropped after every round, as in the notebook; otherwise it
-            reads the whole text again every round.
-
-    Returns:
-        The new tokens ``[1, new_tokens]``, rounds, and seconds after the first token.
-    """
-    wait = torch.cuda.synchronize if ids.is_cuda else lambda: None
-    start, rounds = ids.shape[1], 0
-    cache = DynamicCache(config=model.config) if cached else None
-    settings = {"past_key_values": cache, "use_cache": cached}
-    with tapped(model, draft.config.target_layer_ids) as taps:
-        first = model(input_ids=ids, logits_to_keep=1, **settings).logits.argmax(-1)
-        features, text = taps.take(), torch.cat([ids, first], dim=1)
-        wait()
-        begun = time.perf_counter()
-        while text.shape[1] < start + new_tokens:
-            known = text.shape[1] - 1
-            drafts = draft_block(draft, features, text[:, -1]).tokens
-            if table is not None:
-                drafts = table[:, known - start]
-            block = torch.cat([text[:, -1:], drafts], dim=1)
-            read = block if cached else torch.cat([text[:, :-1], block], dim=1)
-            said = model(input_ids=read, logits_to_keep=block.shape[1], **settings).logits.argmax(-1)
-            accepted = int((said[0, :-1] == drafts[0]).long().cumprod(0).sum())
-            dropped = drafts.shape[1] - accepted
-            text = torch.cat([text, said[:, : accepted + 1]], dim=1)
-            new = taps.take()
-            if cached:
-                if dropped:
-                    cache.crop(-dropped)
-                features = torch.cat([features, new[:, : accepted + 1]], dim=1)
-            else:
-                features = new[:, : text.shape[1] - 1]
-            rounds += 1
-        wait()
-    return text[:, start : start + new_tokens], rounds, time.perf_counter() - begun

@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f'The command line needs {error.name}: pip install "dspark-fast[cli]"', file=sys.stderr)
             raise SystemExit(2) from None
         # Each module registers its command with the app.
-        from dspark_fast.cli import chat, doctor, eval, generate, train  # noqa: F401
+        from dspark_fast.cli import bench, chat, doctor, eval, generate, report, train  # noqa: F401
         from dspark_fast.cli.app import app
 
         app(args=arguments, prog_name="dspark-fast")
