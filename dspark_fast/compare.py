@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from dspark_fast import generation
 from dspark_fast.divergence import FirstDifference, first_difference
 from dspark_fast.draft import DSparkDraft
 from dspark_fast.drafters import Drafter
+from dspark_fast.first_token import timed
 from dspark_fast.gumbel import GumbelMax
 from dspark_fast.stats import Stats
 
@@ -85,22 +85,6 @@ class _Run:
     @property
     def speed(self) -> float | None:
         return (len(self.tokens) - 1) / self.after_first if len(self.tokens) > 1 else None
-
-
-class _FirstToken(BaseStreamer):
-    """Notes when the first new token came; the same instrument on both sides."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.at = math.nan
-
-    def put(self, value: torch.Tensor) -> None:
-        self.calls += 1
-        if self.calls == 2:  # the first call hands over the prompt
-            self.at = time.perf_counter()
-
-    def end(self) -> None:
-        pass
 
 
 def compare(
@@ -197,15 +181,9 @@ def compare(
 
 
 def _timed(run: Callable[[BaseStreamer], torch.Tensor], input_ids: torch.Tensor) -> _Run:
-    wait = torch.cuda.synchronize if input_ids.device.type == "cuda" else lambda: None
-    clock = _FirstToken()
-    wait()
-    start = time.perf_counter()
-    output = run(clock)
-    wait()
-    end = time.perf_counter()
-    tokens = output[0, input_ids.shape[1] :].tolist()
-    return _Run(tokens, end - start, end - clock.at, getattr(output, "stats", None))
+    found = timed(run, input_ids.device)
+    tokens = found.output[0, input_ids.shape[1] :].tolist()
+    return _Run(tokens, found.seconds, found.after, getattr(found.output, "stats", None))
 
 
 def _summary(

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers.generation.streamers import BaseStreamer
 
+from dspark_fast import first_token
+
 
 @dataclass
 class Rounds:
@@ -88,45 +90,17 @@ class Call:
         return len(self.tokens) * self.counted / self.after
 
 
-class FirstTokens(BaseStreamer):
-    """Notes when the first new tokens came, and how many: the same instrument for every way that takes a streamer."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.at = math.nan
-        self.count = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.calls += 1
-        if self.calls == 2:  # the call before it hands over the prompt
-            self.at = time.perf_counter()
-            self.count = value.shape[-1] if value.dim() > 1 else 1
-
-    def end(self) -> None:
-        pass
-
-
-def timed(decode: Callable[[FirstTokens], torch.Tensor], input_ids: torch.Tensor) -> tuple[Call, torch.Tensor, float]:
+def timed(decode: Callable[[BaseStreamer], torch.Tensor], input_ids: torch.Tensor) -> tuple[Call, torch.Tensor, float]:
     """Time ``decode(streamer)``, which returns ``[B, S + n]``; also that output, and when the first token came.
 
     Args:
         decode: must hand its tokens to the streamer.
         input_ids: int64 ``[B, S]``.
     """
-    clock, wait = FirstTokens(), waiting(input_ids.device)
-    wait()
-    start = time.perf_counter()
-    output = decode(clock)
-    wait()
-    end = time.perf_counter()
-    tokens = output[:, input_ids.shape[1] :].cpu()
-    call = Call(tokens, end - start, clock.at - start, end - clock.at, tokens.shape[1] - clock.count)
-    return call, output, clock.at
-
-
-def waiting(device: torch.device) -> Callable[[], None]:
-    """Until all that was queued on ``device`` is done."""
-    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    found = first_token.timed(decode, input_ids.device)
+    tokens = found.output[:, input_ids.shape[1] :].cpu()
+    call = Call(tokens, found.seconds, found.first, found.after, tokens.shape[1] - found.count)
+    return call, found.output, found.at
 
 
 @contextmanager

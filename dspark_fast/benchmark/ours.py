@@ -12,11 +12,12 @@ import torch
 from dspark_fast import generation
 from dspark_fast.autoregressive import AutoregressiveDrafter
 from dspark_fast.backend import VARIABLE
-from dspark_fast.benchmark.calls import Call, Rounds, timed, waiting
+from dspark_fast.benchmark.calls import Call, Rounds, timed
 from dspark_fast.benchmark.notebook import by_reference
 from dspark_fast.benchmark.theirs import settings
 from dspark_fast.benchmark.way import Pair
 from dspark_fast.benchmark.workload import Case
+from dspark_fast.first_token import waiting
 from dspark_fast.stats import Stats
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,6 +11,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from dspark_fast import generation
+from dspark_fast.first_token import timed
 from dspark_fast.report.measurement import Measurement, NotMeasurable, Progress, Table, counted, number, plain
 from dspark_fast.report.style import COLOURS, INK, NAMES, canvas, from_zero, label_bars
 from dspark_fast.report.subject import Equality, Subject
@@ -216,21 +215,6 @@ class Speed(Measurement):
         return [Table(("", "tokens/s", "speedup", "prefill, ms"), tuple(rows), caption)]
 
 
-class _FirstToken(BaseStreamer):
-    """Notes when the first new token came."""
-
-    def __init__(self) -> None:
-        self.calls, self.at = 0, math.nan
-
-    def put(self, value: torch.Tensor) -> None:
-        self.calls += 1
-        if self.calls == 2:  # the first call hands over the prompt
-            self.at = time.perf_counter()
-
-    def end(self) -> None:
-        pass
-
-
 Call = Callable[[torch.Tensor, BaseStreamer], torch.Tensor]
 
 
@@ -262,11 +246,5 @@ def _ways(subject: Subject) -> dict[str, Call]:
 
 def _timed(call: Call, ids: torch.Tensor) -> tuple[list[int], float, float]:
     """New tokens; seconds to the first of them, and from there."""
-    wait = torch.cuda.synchronize if ids.device.type == "cuda" else lambda: None
-    clock = _FirstToken()
-    wait()
-    start = time.perf_counter()
-    output = call(ids, clock)
-    wait()
-    end = time.perf_counter()
-    return output[0, ids.shape[1] :].tolist(), clock.at - start, end - clock.at
+    found = timed(lambda streamer: call(ids, streamer), ids.device)
+    return found.output[0, ids.shape[1] :].tolist(), found.first, found.after
