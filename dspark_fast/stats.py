@@ -62,7 +62,8 @@ class Stats:
         compiled: whether the target's passes were compiled, because that was asked for and is faster.
         acceptance_lengths: by row, the committed tokens of each of its rounds, bonus included. A round that ends on an
             accepted stop token counts what it accepted; one cut by the length limit is not trimmed.
-        proposed: by block position, how often a draft there was verified.
+        proposed: by block position, how often a draft there was verified: more seldom where a confidence threshold cut
+            the block, or where the off-switch found that its last drafts cost more than they give.
         accepted: by block position, how often it was accepted, with all before it.
         seconds: wall clock by part.
         capacity: tokens per row that the caches had room for at the end.

@@ -174,6 +174,16 @@ def test_neither_batch_nor_company_changes_a_prompt(pair, temperature):
         assert a.lengths != b.lengths
 
 
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_the_law_is_the_bare_targets(pair, temperature, monkeypatch):
+    """What the model's own configuration says of cuts and penalties counts for nothing."""
+    bare = run(pair, temperature=temperature, seed=3)
+    theirs = {"top_p": 0.01, "top_k": 1, "min_p": 0.99, "repetition_penalty": 5.0, "temperature": 0.1}
+    for name, value in theirs.items():
+        monkeypatch.setattr(pair.model.generation_config, name, value)
+    assert run(pair, temperature=temperature, seed=3) == bare
+
+
 @pytest.mark.parametrize("make", [lambda model: first_layers(model, 2), "drafter"])
 def test_an_autoregressive_drafter_by_the_same_definitions(pair, make):
     if make == "drafter":

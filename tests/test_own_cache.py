@@ -338,3 +338,10 @@ def test_a_quantised_cache_that_is_quantised_anew_is_refused_at_the_door(make_ta
     cache_utils.Cache.__init__(cache, layers=[Anew() for _ in range(6)])
     with pytest.raises(ValueError, match=r"layers are Anew, which quantises anew .* accepted is the backend 'fp8'"):
         dspark_fast.generate(model, make_draft(model), PROMPT, past_key_values=cache, max_new_tokens=4)
+
+
+def test_positions_that_are_computed_have_no_end(make_target):
+    """XGLM's are sines, made as far as they are asked for."""
+    model = make_target("XGLM", d_model=64, ffn_dim=96, num_layers=2, attention_heads=4, max_position_embeddings=32)
+    truth = model.generate(PROMPT, max_new_tokens=40, do_sample=False)
+    assert torch.equal(dspark_fast.generate(model, None, PROMPT, max_new_tokens=40, do_sample=False), truth)

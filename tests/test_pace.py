@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import dspark_fast
+from dspark_fast.drafters import DSparkDrafter
 from dspark_fast.engine import loop
 from dspark_fast.engine.pace import Pace
 from dspark_fast.engine.target import RaggedTarget
@@ -157,8 +159,30 @@ def test_rejection_keeps_to_the_target_at_any_pace(verified, make_target, make_d
     assert torch.equal(paced, truth) and len(set(verified)) >= 3
 
 
+def test_the_length_is_fixed_before_a_round_drafts(verified, monkeypatch, make_target, make_draft, prompts):
+    """It hangs on what was accepted before, in all rows, and cannot on what it judges."""
+    said, drafts, propose = [], Pace.drafts, DSparkDrafter.propose
+
+    def asked(self, rows):
+        said.append(drafts(self, rows))
+        return said[-1]
+
+    def proposed(self, anchor, position, noise):
+        said.append("drafts")
+        return propose(self, anchor, position, noise)
+
+    monkeypatch.setattr(Pace, "drafts", asked)
+    monkeypatch.setattr(DSparkDrafter, "propose", proposed)
+    model, batch = make_target(), prompts((7, 2, 5))
+    settings = {"attention_mask": batch.attention_mask, "max_new_tokens": 40, "do_sample": True, "off_switch": True}
+    verified.clear()
+    dspark_fast.generate(model, make_draft(model), batch.input_ids, **settings)
+    lengths = [before for before, one in pairwise(said) if one == "drafts"]
+    assert lengths == [width - 1 for width in verified if width > 1] and len(set(lengths)) >= 2
+
+
 def test_the_law_is_the_targets_at_any_pace(verified):
-    """How many drafts are verified hangs on what was accepted before, in all rows, and never on what it judges."""
+    """Blocks that are cut short here and there, plain steps between them: the drawn tokens keep the target's law."""
     make = partial(model_pair, vocab_size=3, block=6)
     pair = LoopPair(make, 9, {"temperature": 2.0}, prompts=((1, 0, 2),), options={"off_switch": True}, window=(7, 9))
     row = Row("paced", "loop", pair.laws, partial(generated, pair), 3, pair.tokens, pair.window)

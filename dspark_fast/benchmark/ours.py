@@ -103,8 +103,9 @@ def _decode(pair: Pair, case: Case, new_tokens: int, drafter: Any, **options: An
     call, output, _ = timed(decode, common["input_ids"])
     stats: Stats = output.stats
     if not alone:
-        call.after, call.counted = stats.seconds.after_prefill, new_tokens - 1
-        call.first = call.seconds - call.after - stats.seconds.compilation
+        # All that is no prefill, as the baseline's is: the loop's own time too.
+        call.first, call.counted = stats.seconds.prefill, new_tokens - 1
+        call.after = call.seconds - call.first - stats.seconds.compilation
     call.compiling = stats.seconds.compilation
     call.rounds = rounds_of(stats)
     return call

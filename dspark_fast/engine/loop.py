@@ -119,7 +119,7 @@ def decode(
             leaving = _may_leave(plan, work.drafter, stats)
             # Where shapes are fixed there is one length.
             paced = plan.switch is not None and not (plan.graph or stats.compiled)
-            pace, most = Pace(work.drafter.block_size) if paced else None, None
+            pace, read = Pace(work.drafter.block_size) if paced else None, 0
             started = time.perf_counter()
             while not reader.done:
                 drafting = plan.switch is None or plan.switch.drafts()
@@ -128,7 +128,7 @@ def decode(
                 else:
                     _make_room(work, target, reader.longest + work.drafter.block_size + 1)
                     most = None if pace is None else pace.drafts(len(work.state.lengths))
-                    rounds.run(reader.longest, drafting=drafting, most=most)
+                    read = rounds.run(reader.longest, drafting=drafting, most=most)
                 reader.queue(drafting)
                 with rounds.part("bookkeeping" if drafting else "plain"):
                     heard = reader.read()
@@ -139,7 +139,7 @@ def decode(
                     if plan.switch is not None:
                         plan.switch.note(one.drafted, now - started, one.tokens)
                     if drafting and pace is not None:
-                        pace.note(most, one.rows, now - started, one.kept)
+                        pace.note(read, one.rows, now - started, one.kept)
                 if leaving and not reader.done and (live := reader.leave()) is not None:
                     _weigh(stats, target, work.drafter)
                     rounds.select(torch.tensor(live, device=prompts.device))

@@ -15,8 +15,10 @@ def learned_positions(model: PreTrainedModel) -> int | None:
         return None  # without a look at all modules, which a drafter that is driven anew each round would pay for
     decoder = model.get_decoder()
     for name, module in decoder.named_modules():
-        # OPT's and BioGPT's begin behind a few rows that they never read; others compute what they lack.
-        if name.rsplit(".", 1)[-1] in _NAMES and (type(module) is nn.Embedding or hasattr(module, "offset")):
+        if name.rsplit(".", 1)[-1] not in _NAMES or not isinstance(module, nn.Embedding):
+            continue  # XGLM's computes what it lacks
+        # OPT's and BioGPT's begin behind a few rows that they never read.
+        if type(module) is nn.Embedding or hasattr(module, "offset"):
             return module.num_embeddings - getattr(module, "offset", 0)
     table = getattr(decoder, "pos_encoding", None)  # CTRL's sines
     return len(table) if isinstance(table, torch.Tensor) else None

@@ -111,13 +111,16 @@ class Round:
         self.sampling = self.sampling.select(rows)
         self._nothing = Proposal(*self.state.no_drafts)
 
-    def run(self, longest: int | None, *, drafting: bool, most: int | None = None) -> None:
+    def run(self, longest: int | None, *, drafting: bool, most: int | None = None) -> int:
         """One round.
 
         Args:
             longest: committed tokens of the longest row; None in a graph.
             drafting: false for a plain step: the target alone, one token.
             most: verify so many drafts of each row at most; None for all. A graph has no choice.
+
+        Returns:
+            Drafts of each row that the target has read.
         """
         state = self.state
         position, anchor = state.lengths - 1, state.anchor
@@ -139,6 +142,7 @@ class Round:
             self.target.advance(taken)
         with self.part("draft" if drafting else "plain"):
             self.drafter.commit(ids, features, position, taken)
+        return ids.shape[1] - 1
 
     def _commit(self, logits: torch.Tensor, proposal: Proposal, lengths: torch.Tensor) -> torch.Tensor:
         """Judge drafts by the target's logits ``[B, T+1, V]`` and commit; returns tokens taken, ``[B]``."""

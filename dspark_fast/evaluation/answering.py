@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from dspark_fast.generation import generate
 from dspark_fast.stats import Stats
+
+UNCUT = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 def answer(
@@ -37,19 +40,24 @@ def answer(
         The new tokens of each row, its stop token included; and the figures of the call.
     """
     width = max(map(len, rows))
-    pad = model.generation_config.pad_token_id
+    pad, stops = model.generation_config.pad_token_id, model.generation_config.eos_token_id
     pad = 0 if pad is None else pad
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    # The model's own configuration may cut (Qwen3's does) or penalise: the law measured here is the bare target's.
+    neutral = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        pad_token_id=pad,
+        eos_token_id=stops,
+        repetition_penalty=1.0,
+        **({"do_sample": True, "temperature": temperature, **UNCUT} if temperature else {"do_sample": False}),
+    )
     output = generate(
         model,
         drafter,
         torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=model.device),
         attention_mask=torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device),
-        max_new_tokens=max_new_tokens,
-        pad_token_id=pad,
+        generation_config=neutral,
         off_switch=False,
         seed=list(seeds),
-        **sampling,
         **drafting,
     )
     counts = output.stats.new_tokens

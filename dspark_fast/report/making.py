@@ -98,7 +98,11 @@ class ReportSettings:
         """What the figures depend on, to tell one report from another: a file counts by what stands in it."""
         asked = repr([(one.domain, one.id, one.messages) for one in self.chosen_prompts()])
         name = "shipped" if self.prompts is None else Path(self.prompts).name
-        return {**asdict(self), "prompts": f"{name} {hashlib.sha256(asked.encode()).hexdigest()[:12]}"}
+        return {
+            **asdict(self),
+            "prompts": f"{name} {hashlib.sha256(asked.encode()).hexdigest()[:12]}",
+            "draft_digest": _contents(self.draft),
+        }
 
 
 def run(
@@ -158,6 +162,15 @@ def run(
         (out / PAGE).write_text(text, encoding="utf-8")
         files.append(out / PAGE)
     return files
+
+
+def _contents(draft: str | None) -> str | None:
+    """What stands in a drafter's folder: one may be trained into the same folder again. None for other names."""
+    files = sorted(Path(draft).glob("*.safetensors")) if draft is not None else []
+    found = hashlib.sha256()
+    for file in files:
+        found.update(file.read_bytes())
+    return found.hexdigest()[:12] if files else None
 
 
 def _draw(one: Measurement, out: Path) -> Path:

@@ -52,7 +52,7 @@ def headline(report: dict[str, Any], found: Mapping[str, Measurement]) -> str:
     speed, domains = found.get(Speed.name), found.get(Domains.name)
     said = f"{name} with its DSpark drafter"
     parts = []
-    if isinstance(speed, Speed):
+    if isinstance(speed, Speed) and not speed.disturbed:
         ours = speed.speedup("dspark")
         word = (
             "times as fast as transformers' generate" if ours.median >= 1 else "of the speed of transformers' generate"
@@ -87,7 +87,7 @@ def _facts(report: dict[str, Any]) -> str:
 def _tiles(found: Mapping[str, Measurement]) -> str:
     tiles = []
     speed, domains, memory = (found.get(kind.name) for kind in (Speed, Domains, Memory))
-    if isinstance(speed, Speed):
+    if isinstance(speed, Speed) and not speed.disturbed:
         ours = speed.speedup("dspark")
         tiles.append((f"{ours.median:.2f}x", f"decoding speed ({ours.least:.2f} to {ours.most:.2f})"))
     if isinstance(domains, Domains):
@@ -197,6 +197,6 @@ def command(settings: dict[str, Any]) -> str:
     for name, value in settings.items():
         if name == "prompts":
             value = None if value.startswith("shipped ") else value.rpartition(" ")[0]
-        if value is not None:
+        if value is not None and name != "draft_digest":
             words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(words)

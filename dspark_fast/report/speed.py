@@ -186,13 +186,19 @@ class Speed(Measurement):
             f"The first token takes {prefill['dspark']:.0f} ms with DSpark and {prefill['plain']:.0f} ms without "
             f"({extra:+.0f} ms), which no speed on this page contains."
         )
-        plainly = self.speed("plain")
-        if plainly.most > 1.5 * plainly.least:
+        if self.disturbed:
+            plainly = self.speed("plain")
             said.append(
                 f"Plain decoding alone varies from {plainly.least:.1f} to {plainly.most:.1f} tokens per second, so "
                 "something else was using this machine: do not trust these speeds."
             )
         return said
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether plain decoding alone varied so much that no speed of this run is to be trusted."""
+        plainly = self.speed("plain")
+        return plainly.most > 1.5 * plainly.least
 
     def tables(self) -> list[Table]:
         rows = []
