@@ -20,7 +20,7 @@ class Results:
     def __getattr__(self, name: str) -> Any:
         path = self.folder / "cpu" / f"{name}.json"
         if not path.is_file():
-            raise AttributeError(name)
+            raise AttributeError(f"{path} is missing: measure it first")
         value = json.loads(path.read_text(encoding="utf-8"))
         setattr(self, name, value)
         return value
@@ -57,6 +57,28 @@ def _same(row: dict[str, Any]) -> str:
         return "yes"
     first = row["first_difference"]
     return f"{'near-tie' if first['near_tie'] else '**fault**'} at {first['index']}"
+
+
+def providers(results: Results) -> str:
+    """Ours beside every other way to decode, at batch 1, fastest first."""
+    found = results.end_to_end
+    rows = [row for row in found["rows"] if row["batch"] == 1 and row["context"] is None]
+    whole = sorted((row for row in rows if row["set"] == "all"), key=lambda row: -row["speedup"]["median"])
+    sets = [name for name in dict.fromkeys(row["set"] for row in rows) if name != "all"]
+    by_set = {(row["provider"], row["set"]): row["speedup"]["median"] for row in rows}
+    header = ["provider", "speedup (range)", *sets, "predicted", "first token, ms"]
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for row in whole:
+        name, speedup, predicted = row["label"], row["speedup"], row["predicted_speedup"]
+        cells = [
+            f"**{name}**" if row["ours"] else name,
+            f"{speedup['median']:.2f} ({speedup['least']:.2f} to {speedup['most']:.2f})",
+            *(f"{by_set[row['provider'], one]:.2f}" for one in sets),
+            "" if predicted is None else f"{predicted:.2f}",
+            f"{row['first_token_ms']['median']:.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(one for one in found["verdict"])])
 
 
 def mutants(results: Results) -> str:
@@ -183,12 +205,12 @@ def _shipped(results: Results) -> dict[str, str]:
 
 
 def _tau(results: Results) -> dict[str, str]:
-    return {"tau": f"{results.acceptance['mean_tau']:.2f}"}
+    return {"tau": f"{results.acceptance['results'][0]['mean_tau']:.2f}"}
 
 
 #: tables between markers, by file
 TABLES: dict[str, dict[str, Callable[[Results], str]]] = {
-    "README.md": {"five-prompts": five_prompts, "mutants": mutants},
+    "README.md": {"five-prompts": five_prompts, "mutants": mutants, "providers": providers},
     "bench/README.md": {"engine": engine},
 }
 
@@ -234,5 +256,6 @@ NOT_MEASURED = [
     "{any} us, rejection of 7 drafts",
     # what the suite is powered for
     "sees a total-variation error of {any} %",
+    "is more than {any} % off, the file and the terminal say",
     "beyond chance (paired by block, {any} % over all changes together)",
 ]

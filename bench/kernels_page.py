@@ -202,8 +202,8 @@ def section(results: Path, rate: float = RATE) -> str:
     if not on_gpu:
         text += ["", "### No GPU yet", ""]
         text += [
-            f"What a GPU that copies {rate:g} TB/s should need, of a round's floor: the time of its bytes. More than all of",
-            "it says that launches, which the floor leaves out, weigh more than bytes: such a round waits for them.",
+            f"What a GPU that copies {rate:g} TB/s should need, of a round's floor: the time of its bytes. More",
+            "than all of it says that launches, which the floor leaves out, weigh more than bytes.",
             "",
         ]
         for pair, model, draft in shapes:

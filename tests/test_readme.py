@@ -53,7 +53,8 @@ def test_what_is_no_longer_found_is_said(was, instead, readme):
 def test_a_number_that_changed_is_written(readme):
     module, results = readme
     text = (ROOT / "README.md").read_text()
-    results.acceptance = {**results.acceptance, "mean_tau": 9.87}
+    results.acceptance = copy.deepcopy(results.acceptance)
+    results.acceptance["results"][0]["mean_tau"] = 9.87
     rows = copy.deepcopy(results.five_prompts["rows"])
     rows[-1]["speedup"] = 6.54
     results.five_prompts = {**results.five_prompts, "rows": rows}
