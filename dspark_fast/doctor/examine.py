@@ -287,7 +287,8 @@ def _judge(found: Examination, draft: DSparkDraft, by_features: Change) -> None:
     else:
         found.verdict.append(
             f"This is a good pair: agreement is {outcome.by_slot[0]:.2f} in slot 1 and {outcome.agreement:.2f} over "
-            f"all slots, about {outcome.tau:.2f} tokens per round on texts that are given (decoding has fewer), and none of {len(found.tried)} changes of wiring "
+            f"all slots, about {outcome.tau:.2f} tokens per round on texts that are given (decoding has fewer), "
+            f"and none of {len(found.tried)} changes of wiring "
             "raises it beyond chance."
         )
     _say_decay(found)
