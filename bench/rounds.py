@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -24,12 +23,12 @@ from scripted import (
     script,
 )
 from table import Slow, time_limit
-from transformers.generation.streamers import BaseStreamer
 
 import dspark_fast
 from dspark_fast import pairs
 from dspark_fast.benchmark.notebook import by_reference
 from dspark_fast.engine.capacity import bucket
+from dspark_fast.first_token import FirstToken
 from dspark_fast.targets import TargetError
 
 GRAPH, NO_GRAPH, PLAIN = "graph", "no graph", "ours, plain"
@@ -75,21 +74,6 @@ class Pair(NamedTuple):
     prompts: Callable[[int, int], torch.Tensor]
     label: str
     right: float | None = None
-
-
-class FirstToken(BaseStreamer):
-    """Notes when the first new token came: the call before it hands over the prompt."""
-
-    def __init__(self) -> None:
-        self.calls, self.at = 0, math.nan
-
-    def put(self, value: torch.Tensor) -> None:
-        self.calls += 1
-        if self.calls == 2:
-            self.at = time.perf_counter()
-
-    def end(self) -> None:
-        pass
 
 
 class Rounds:

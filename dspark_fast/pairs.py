@@ -82,6 +82,14 @@ def load(
         raise TargetError(f"the drafter in {folder} cannot be loaded: {error}") from error
 
 
+def draft_name(model: str, draft: str | os.PathLike[str] | None = None) -> str:
+    """What to call the drafter of ``load(model, draft=draft)``: as given, else the known one with where it is from."""
+    if draft is not None or model not in PAIRS:
+        return str(draft)
+    pair = PAIRS[model]
+    return f"dspark_fast/drafts/{pair.draft}" if pair.shipped else pair.draft
+
+
 def best_device() -> torch.device:
     """CUDA where there is a device, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -113,12 +113,9 @@ class Session:
     @property
     def draft_name(self) -> str:
         """As given; else the known one, with a word on where it is from."""
-        from dspark_fast.pairs import PAIRS
+        from dspark_fast.pairs import draft_name
 
-        if self.settings.draft is not None:
-            return self.settings.draft
-        pair = PAIRS[self.settings.model]
-        return f"dspark_fast/drafts/{pair.draft}" if pair.shipped else pair.draft
+        return draft_name(self.settings.model, self.settings.draft)
 
     @property
     def has_template(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dspark_fast.autoregressive import AutoregressiveDrafter, first_layers
-from dspark_fast.pairs import PAIRS, best_dtype, chosen_device, load
+from dspark_fast.pairs import best_dtype, chosen_device, draft_name, load
 from dspark_fast.targets import load_target
 
 
@@ -63,10 +63,7 @@ def load_pair(
         if block_size is not None:
             raise ValueError(f"block_size is {block_size}: a DSpark drafter has its own, accepted is none")
         target, drafter, tokenizer = load(model, draft=draft, dtype=dtype, device=device)
-        name = draft
-        if name is None:
-            name = f"dspark_fast/drafts/{PAIRS[model].draft}" if PAIRS[model].shipped else PAIRS[model].draft
-        return Pair(target, drafter, tokenizer, name)
+        return Pair(target, drafter, tokenizer, draft_name(model, draft))
     block_size = 5 if block_size is None else block_size
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}: accepted is 1 or more")

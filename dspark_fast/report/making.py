@@ -13,7 +13,7 @@ import torch
 
 from dspark_fast.evaluation import Prompt, read_prompt_file, shipped_prompts
 from dspark_fast.machine import describe
-from dspark_fast.pairs import PAIRS, best_dtype, chosen_device, load
+from dspark_fast.pairs import best_dtype, chosen_device, draft_name, load
 from dspark_fast.report.confidence import Confidence
 from dspark_fast.report.domains import Domains
 from dspark_fast.report.heads import Heads
@@ -190,7 +190,7 @@ def _measure(
     progress: Progress,
 ) -> None:
     """Measure these and keep each as soon as it is done."""
-    about = {"pair": {"model": settings.model, "draft": draft_name(settings)}}
+    about = {"pair": {"model": settings.model, "draft": draft_name(settings.model, settings.draft)}}
     kinds = {kind.name: kind for kind in ALL}
     # Memory comes first: a model that is loaded here would take the room of those in the processes that it starts.
     subject: Any = None
@@ -231,11 +231,3 @@ def load_subject(settings: ReportSettings, ways: Collection[str] = tuple(COLOURS
         other = settings.autoregressive and load_target(settings.autoregressive, model.dtype, device)[0]
         small, small_name = small_drafter(model, other or None, settings.autoregressive, settings.layers)
     return Subject(model, draft, tokenizer, small, small_name, prompts, settings.max_new_tokens, settings.seed)
-
-
-def draft_name(settings: ReportSettings) -> str:
-    """As given; else the known one."""
-    if settings.draft is not None or settings.model not in PAIRS:
-        return str(settings.draft)
-    pair = PAIRS[settings.model]
-    return f"dspark_fast/drafts/{pair.draft}" if pair.shipped else pair.draft
