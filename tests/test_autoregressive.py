@@ -408,3 +408,17 @@ def test_inside_transformers_generate_and_again(make_target, drafters, prompts):
     lengths = custom.stats.acceptance_lengths
     assert torch.equal(model.generate(batch.input_ids[:2], custom_generate=custom, max_new_tokens=3), truth[:2, :12])
     assert lengths != custom.stats.acceptance_lengths
+
+
+def test_a_drafter_of_fewer_positions_only_guesses_behind_them():
+    """The target's table reaches further: the tokens are its own, whatever the drafter says past the end of its."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.25}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    model, small = (GPT2LMHeadModel(GPT2Config(n_positions=size, **sizes, **ends)).eval() for size in (128, 24))
+    ids = torch.arange(1, 31)[None]
+    truth = model.generate(ids, max_new_tokens=20, do_sample=False)
+    ours = dspark_fast.generate(model, small, ids, max_new_tokens=20, do_sample=False, off_switch=False)
+    assert torch.equal(ours, truth)
