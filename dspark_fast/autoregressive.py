@@ -49,6 +49,9 @@ class AutoregressiveDrafter:
         draft: the model, in eval mode; it may share weights with the target (:func:`first_layers`).
         block_size: drafts per round, which cost a pass each.
 
+    Attributes:
+        most: so many drafts per round at most, as the loop finds that they pay; None for all.
+
     Raises:
         ValueError: for a block size below 1; for a model that cannot be driven in ragged batches, by name.
     """
@@ -65,6 +68,7 @@ class AutoregressiveDrafter:
             raise ValueError(f"the drafter {name} can be driven only behind a cache of its own: that cannot draft")
         self.draft = draft
         self.block_size = block_size
+        self.most: int | None = None
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that this model cannot draft for.
@@ -91,7 +95,6 @@ class AutoregressiveDrafter:
             torch.zeros(batch, capacity, dtype=torch.long, device=device),
             torch.zeros(batch, dtype=torch.long, device=device),
         )
-        self._full = torch.full((batch,), self.block_size, dtype=torch.long, device=device)
         self._proposed = False
 
     def grow(self, capacity: int) -> None:
@@ -103,7 +106,6 @@ class AutoregressiveDrafter:
         context = self.context
         context.cache.select(rows)
         context.tokens, context.absent = context.tokens[rows], context.absent[rows]
-        self._full = self._full[rows]
 
     def resume(self, context: object, known: torch.Tensor) -> None:
         """Go on after :meth:`begin` from what another call knew, in place.
@@ -149,20 +151,21 @@ class AutoregressiveDrafter:
         context.tokens.scatter_(1, places[:, None], anchor[:, None])
         origin = torch.zeros_like(position) if noise.mode == "coupled" else position
         end = int(places.max()) + 1
+        drafts = self.block_size if self.most is None else min(self.most, self.block_size)
         drafted: list[_Draw] = []
         with driven(self.draft, [], context.cache) as model:
             logits = self._read(model, places + 1)
             while True:
                 slot = len(drafted)
                 drafted.append(_draw(logits[:, 0], noise, position + 1 + slot, origin))
-                if slot + 1 == self.block_size:
+                if slot + 1 == drafts:
                     break
                 # Any token will do where none could be drawn: what follows is not used.
                 logits, _ = model.verify(drafted[-1][0].clamp(min=0)[:, None], end + slot + 1)
                 model.advance(torch.ones_like(position))
         tokens, *kept = ([part for part in parts if part is not None] for parts in zip(*drafted))
         logits, row_max, log_sum = (torch.stack(parts, 1) if parts else None for parts in kept)
-        return Proposal(torch.stack(tokens, 1), self._full, logits, row_max, log_sum)
+        return Proposal(torch.stack(tokens, 1), torch.full_like(position, drafts), logits, row_max, log_sum)
 
     def _read(self, model: Target, ends: torch.Tensor) -> torch.Tensor:
         """Read each row's tokens up to slot ``ends`` ``[B]``, in one pass; returns logits ``[B, 1, V]`` at the last."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from dspark_fast import ops
 from dspark_fast.draft import DSparkDraft
 from dspark_fast.engine.cache import widened
+from dspark_fast.engine.compiled import chosen, compiling
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Drafter(Protocol):
 
     One that also has ``capturable`` and ``restart`` (see :class:`DSparkDrafter`) can be part of a CUDA graph; one that
     has ``context`` and ``resume`` goes on from ``past_key_values``; with one that has ``select``, finished rows leave
-    the batch.
+    the batch; one that has ``compile`` is compiled along with the target; one that has ``most`` is told there how many
+    drafts of the next round will be read at most, None for all.
     """
 
     #: most tokens it proposes in a round
@@ -171,6 +174,7 @@ class DSparkDrafter:
         self._block = torch.arange(self.block_size, device=device)
         self._full = torch.full((batch,), self.block_size, dtype=torch.long, device=device)
         self._logits: torch.Tensor | None = None
+        self._compiled = False
 
     def grow(self, capacity: int) -> None:
         context = self.context
@@ -194,7 +198,39 @@ class DSparkDrafter:
             context.values[:, rows],
             context.absent[rows],
         )
-        self._full, self._logits = self._full[rows], None
+        self._full, self._logits, self._compiled = self._full[rows], None, False
+
+    def compile(self, position: torch.Tensor, features: torch.dtype) -> bool:
+        """Compile a round's two passes, over the block and over its context, where that is faster; after the prefill.
+
+        Their shapes are fixed: from here on the context must not grow.
+
+        Args:
+            position: int64 ``[B]``, of the next anchors.
+            features: dtype of what :meth:`commit` is given.
+
+        Returns:
+            Whether that is faster.
+        """
+        draft, shape = self.draft, self.context.keys.shape
+        states = torch.zeros(
+            len(position), self.block_size + 1, draft.fc.in_features, dtype=features, device=draft.device
+        )
+        none = torch.zeros_like(position)
+
+        # A draft block lies behind what is committed, and of the context nothing is stored: both can run again.
+        def plainly() -> None:
+            self._block_pass(none, position)
+            self._context_pass(states, position, none)
+
+        def quickly() -> None:
+            with compiling():
+                _compiled_block()(self, none, position)
+                _compiled_context()(self, states, position, none)
+
+        known_by = (self.use_markov, *shape, self.block_size, str(features), str(draft.dtype), str(draft.device))
+        self._compiled = chosen(draft, known_by, plainly, quickly, what="the drafter's pass")
+        return self._compiled
 
     def resume(self, context: Context | None, known: torch.Tensor) -> None:
         """Go on after :meth:`begin` from a context of the same drafter, in place.
@@ -220,6 +256,14 @@ class DSparkDrafter:
     def commit(
         self, tokens: torch.Tensor, features: torch.Tensor | None, offsets: torch.Tensor, counts: torch.Tensor
     ) -> None:
+        # A round's, not a prompt's or a plain step's.
+        if self._compiled and features.shape[1] == self.block_size + 1:
+            with compiling():
+                _compiled_context()(self, features, offsets, counts)
+        else:
+            self._context_pass(features, offsets, counts)
+
+    def _context_pass(self, features: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor) -> None:
         draft = self.draft
         context = draft.context(features)
         positions = offsets[:, None] + torch.arange(context.shape[1], device=context.device)
@@ -228,7 +272,8 @@ class DSparkDrafter:
             k, v = layer.self_attn.keys_values(context)
             self._store(index, k, v, cos, sin, offsets, counts)
 
-    def propose(self, anchor: torch.Tensor, position: torch.Tensor, noise: Noise) -> Proposal:
+    def _block_pass(self, anchor: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block's final-normed hidden states ``[B, T, H]``, and base logits ``[B, T, V]`` or ``[B, T, D]``."""
         draft = self.draft
         positions = position[:, None] + self._block
         cos, sin = draft.rotary_emb(self.context.keys, positions)
@@ -245,9 +290,18 @@ class DSparkDrafter:
             )
 
         hidden = draft(draft.block_ids(anchor), positions, attend)
+        return hidden, draft.logits(hidden)
+
+    def propose(self, anchor: torch.Tensor, position: torch.Tensor, noise: Noise) -> Proposal:
+        draft = self.draft
+        if self._compiled:
+            with compiling():
+                hidden, logits = _compiled_block()(self, anchor, position)
+        else:
+            hidden, logits = self._block_pass(anchor, position)
         w1, w2 = draft.markov_weights() if self.use_markov else (None, None)
         walk = ops.markov_walk(
-            draft.logits(hidden),
+            logits,
             w1,
             w2,
             anchor,
@@ -292,3 +346,13 @@ class DSparkDrafter:
         norm, context = self.draft.layers[index].self_attn.k_norm, self.context
         keys, values, slots = context.keys[index], context.values[index], offsets - context.absent
         ops.store_context_kv(k, v, norm.weight, cos, sin, keys, values, slots, counts, eps=norm.eps)
+
+
+@cache
+def _compiled_block() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    return torch.compile(DSparkDrafter._block_pass, fullgraph=True, dynamic=False)
+
+
+@cache
+def _compiled_context() -> Callable[..., None]:
+    return torch.compile(DSparkDrafter._context_pass, fullgraph=True, dynamic=False)

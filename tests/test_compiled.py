@@ -1,4 +1,4 @@
-"""The target's pass compiled by us: the same tokens, taps and all; chosen by the clock."""
+"""The passes that we compile, the target's and the drafter's: the same tokens, taps and all; chosen by the clock."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import dspark_fast
+from dspark_fast.drafters import DSparkDrafter
 from dspark_fast.engine import compiled
 from dspark_fast.engine.target import RaggedTarget
 
@@ -22,7 +23,7 @@ def clock(monkeypatch):
 
     def set_to(*seconds):
         told = itertools.cycle(seconds)
-        monkeypatch.setattr(compiled, "_seconds", lambda work, ids: next(told))
+        monkeypatch.setattr(compiled, "_seconds", lambda work, device: next(told))
 
     yield set_to
     compiled._faster.clear()
@@ -45,11 +46,13 @@ def test_the_tokens_are_the_same_and_nothing_is_compiled_twice(
     graphs = counters["stats"]["unique_graphs"]
 
     def gone(*args):
-        raise AssertionError("the plain pass ran")
+        raise AssertionError("a plain pass ran")
 
     monkeypatch.setattr(RaggedTarget, "_pass", gone)
+    monkeypatch.setattr(DSparkDrafter, "_block_pass", gone)
     again = dspark_fast.generate(model, draft, batch.input_ids, compile_target=True, **settings)
     assert torch.equal(again, truth) and counters["stats"]["unique_graphs"] == graphs
+    assert list(compiled._faster[draft].values()) == [True]
 
 
 def test_another_drafters_taps_are_another_trace(clock, make_target, make_draft, prompts):
@@ -80,7 +83,7 @@ def test_plain_steps_of_the_switch_are_compiled_too(clock, make_target, make_dra
     draft = make_draft(model)
     settings = {"max_new_tokens": 12, "do_sample": False, "off_switch": True}
     out = dspark_fast.generate(model, draft, batch.input_ids, compile_target=True, **settings)
-    assert {shape[1] for shape in compiled._faster[model]} == {1, draft.config.block_size + 1}
+    assert {shape[1] for _, shape, *_ in compiled._faster[model]} == {1, draft.config.block_size + 1}
     assert out.stats.plain_steps > 0
 
 

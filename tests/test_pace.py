@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dspark_fast
+from dspark_fast import autoregressive
 from dspark_fast.drafters import DSparkDrafter
 from dspark_fast.engine import loop
 from dspark_fast.engine.pace import Pace
@@ -179,6 +180,23 @@ def test_the_length_is_fixed_before_a_round_drafts(verified, monkeypatch, make_t
     dspark_fast.generate(model, make_draft(model), batch.input_ids, **settings)
     lengths = [before for before, one in pairwise(said) if one == "drafts"]
     assert lengths == [width - 1 for width in verified if width > 1] and len(set(lengths)) >= 2
+
+
+def test_a_drafter_that_pays_for_each_draft_makes_no_others(verified, monkeypatch, make_target, prompts):
+    drawn, said, draw, drafts = [], [], autoregressive._draw, Pace.drafts
+    monkeypatch.setattr(autoregressive, "_draw", lambda *args: (drawn.append(1), draw(*args))[1])
+    monkeypatch.setattr(Pace, "drafts", lambda self, rows: (said.append(drafts(self, rows)), said[-1])[1])
+    model, batch = make_target(), prompts((7, 2, 5))
+    drafter = dspark_fast.AutoregressiveDrafter(dspark_fast.first_layers(model, 3), block_size=6)
+    settings = {"attention_mask": batch.attention_mask, "max_new_tokens": 60, "do_sample": False}
+    out = dspark_fast.generate(model, drafter, batch.input_ids, off_switch=True, **settings)
+    truth = dspark_fast.generate(model, None, batch.input_ids, **settings)
+    assert torch.equal(out, truth) and min(said) < 6
+    assert len(drawn) <= sum(said) and len(drawn) < 6 * len(said)
+    alone = dspark_fast.generate(
+        model, drafter, batch.input_ids[:1], off_switch=False, **settings | {"attention_mask": None}
+    )
+    assert alone.stats.proposed[5] > 0  # the next call's are whole blocks again
 
 
 def test_the_law_is_the_targets_at_any_pace(verified):

@@ -1,4 +1,4 @@
-"""The target's pass over a block, compiled by us and kept if it is faster than the plain one."""
+"""Passes over a block, the target's and the drafter's, compiled by us and kept where that is faster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAIRS = 5
 #: Shapes that one process may have compiled (batches, capacities, models); torch's own bound of 8 would raise.
 MOST = 64
 
-Pass = Callable[[torch.Tensor], object]
+Pass = Callable[[], object]
 
 _faster: WeakKeyDictionary[nn.Module, dict[Hashable, bool]] = WeakKeyDictionary()
 
@@ -48,38 +48,37 @@ def compiling() -> Iterator[None]:
         yield
 
 
-def chosen(
-    model: nn.Module, shape: Hashable, plain: Pass, compiled: Pass, ids: torch.Tensor, *, worth: float = 1.0
-) -> bool:
-    """Whether ``compiled`` is the faster pass over ``ids``; compiles it at the first question about a shape.
+def chosen(model: nn.Module, shape: Hashable, plain: Pass, compiled: Pass, *, what: str, worth: float = 1.0) -> bool:
+    """Whether ``compiled`` is the faster pass; compiles it at the first question about a shape.
 
     Both are run, so they must be such that running them again changes nothing. What cannot be compiled is not faster,
     with a warning that says why.
 
     Args:
         model: whose passes they are.
-        shape: everything that a compiled pass depends on.
-        ids: int64 ``[B, T]``.
+        shape: everything that a compiled pass depends on, but for :func:`modes`.
+        what: the pass, for the warning.
         worth: how many times as fast it must be.
     """
-    known = _faster.setdefault(model, {})
+    known, shape = _faster.setdefault(model, {}), (what, shape, *modes(model))
     if shape not in known:
         try:
-            compiled(ids)
+            compiled()
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             reason = str(error).strip().splitlines()[0]
-            warnings.warn(f"the target's pass cannot be compiled and runs plainly: {reason}", stacklevel=2)
+            warnings.warn(f"{what} cannot be compiled and runs plainly: {reason}", stacklevel=2)
             known[shape] = False
             return False
-        pairs = [(_seconds(plain, ids), _seconds(compiled, ids)) for _ in range(PAIRS)]
+        device = next(model.parameters()).device
+        pairs = [(_seconds(plain, device), _seconds(compiled, device)) for _ in range(PAIRS)]
         known[shape] = statistics.median(one / other for one, other in pairs) > worth
     return known[shape]
 
 
-def _seconds(work: Pass, ids: torch.Tensor) -> float:
-    wait = torch.cuda.synchronize if ids.is_cuda else lambda: None
+def _seconds(work: Pass, device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
-    work(ids)
+    work()
     wait()
     return time.perf_counter() - start

@@ -116,6 +116,9 @@ def decode(
                 with clock.part("compilation"):
                     blocks = {work.drafter.block_size + 1, *([1] if plan.switch is not None else [])}
                     stats.compiled = target.compile(len(prompts), sorted(blocks), reader.longest)
+                    # On a GPU the round is a graph, in which the drafter's kernels wait for nobody.
+                    if stats.compiled and prompts.device.type == "cpu" and hasattr(work.drafter, "compile"):
+                        work.drafter.compile(work.state.lengths - 1, model.dtype)
             leaving = _may_leave(plan, work.drafter, stats)
             # Where shapes are fixed there is one length.
             paced = plan.switch is not None and not (plan.graph or stats.compiled)

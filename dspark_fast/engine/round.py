@@ -126,9 +126,11 @@ class Round:
         position, anchor = state.lengths - 1, state.anchor
         proposal = self._nothing
         if drafting:
+            most = min((bound for bound in (most, self.target.room) if bound is not None), default=None)
+            if hasattr(self.drafter, "most"):
+                self.drafter.most = None if most is None else max(1, most)
             with self.part("draft"):
                 proposal = self.drafter.propose(anchor, position, self.sampling.noise)
-            most = min((bound for bound in (most, self.target.room) if bound is not None), default=None)
             if most is not None and most < proposal.tokens.shape[1]:
                 proposal = _shortened(replace(proposal, lengths=proposal.lengths.clamp(max=most)), most)
         with self.part("verify" if drafting else "plain"):

@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 
 from dspark_fast.engine.attention import attending, check_attended, ragged
 from dspark_fast.engine.cache import RaggedCache
-from dspark_fast.engine.compiled import chosen, compiling, modes
+from dspark_fast.engine.compiled import chosen, compiling
 from dspark_fast.engine.own_cache import OnFeatures, OwnCacheTarget
 from dspark_fast.engine.positions import learned_positions
 from dspark_fast.engine.taps import Taps, tapped
@@ -142,10 +142,11 @@ class RaggedTarget:
             ids = torch.zeros(batch, length, dtype=torch.long, device=device)
             shape = (batch, length, cache.capacity, tuple(self._taps.layer_ids), str(self.model.dtype), str(device))
             # What these passes write lies behind every row's length: it is rolled back already.
-            plainly = partial(self._pass, end=min(longest + length, cache.capacity))
+            plainly = partial(self._pass, ids, min(longest + length, cache.capacity))
             # Behind fixed shapes finished rows stay and all drafts are verified, which in a batch on a CPU costs more.
             worth = 1.15 if batch > 1 and device.type == "cpu" else 1.0
-            if chosen(self.model, (*shape, *modes(self.model)), plainly, self._quickly, ids, worth=worth):
+            quickly = partial(self._quickly, ids)
+            if chosen(self.model, shape, plainly, quickly, what="the target's pass", worth=worth):
                 self._compiled.add(length)
         return self.compiled
 
