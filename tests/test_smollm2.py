@@ -28,7 +28,7 @@ def test_the_same_words_in_a_ragged_batch(batch, loaded):
     """Rows of unlike lengths, padded on the left, that end at unlike times."""
     model, draft, tokenizer = loaded
     tokenizer.padding_side = "left"
-    prompts = [[{"role": "user", "content": prompt}] for prompt in list(PROMPTS.values()) * 4][:batch]
+    prompts = [[{"role": "user", "content": prompt}] for prompt in [*PROMPTS.values()][::-1] * 4][:batch]
     for number, messages in enumerate(prompts):
         messages[0]["content"] += " Be brief." * (number // len(PROMPTS))
     ids = tokenizer.apply_chat_template(
