@@ -5,7 +5,9 @@
 
 A table stands between markers and is written whole. A number inside a sentence is found by the words around it
 (:data:`claims.SENTENCES`), so that the text stays readable; if the words have changed, the script says which claim it
-no longer finds. What is left must not look measured: :func:`unexplained`.
+no longer finds. Defaults, floors and levels come from the code in the same way (:data:`quoted.QUOTED`). What is left
+must not look measured: :func:`unexplained`. A speed that was measured while something else was using the machine is
+no headline: its sentence is refused (:class:`trust.Untrusted`), and a table says so.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from claims import NOT_MEASURED, SENTENCES, TABLES, Results
+from claims import SENTENCES, TABLES, Results
+from quoted import QUOTED
 
 ROOT = Path(__file__).parent.parent
 _NUMBER = r"(-?\d[\d,]*(?:\.\d+)?|[a-z]+(?:-[a-z]+)?)"
@@ -30,6 +34,7 @@ def written(text: str, results: Results, name: str) -> str:
 
     Raises:
         LookupError: for a table or sentence that the text does not have exactly once.
+        Untrusted: for a sentence that would quote a speed of a disturbed machine.
     """
     for table, make in TABLES.get(name, {}).items():
         begin, end = f"<!-- {table}:begin -->\n", f"<!-- {table}:end -->"
@@ -37,7 +42,7 @@ def written(text: str, results: Results, name: str) -> str:
             raise LookupError(f"{name} has not once what stands between {begin.strip()} and {end}")
         head, rest = text.split(begin)
         text = head + begin + make(results).rstrip("\n") + "\n" + end + rest.split(end)[1]
-    for template, values in SENTENCES.get(name, {}).items():
+    for template, values in _sentences(name).items():
         found = list(re.finditer(_pattern(template), text))
         if len(found) != 1:
             raise LookupError(f"{name} says {len(found)} times, not once: {template}")
@@ -49,15 +54,19 @@ def written(text: str, results: Results, name: str) -> str:
 
 
 def unexplained(text: str, name: str) -> list[str]:
-    """Numbers that look measured, but that no table, sentence or entry of :data:`claims.NOT_MEASURED` accounts for."""
+    """Numbers that look measured, but that no table and no sentence accounts for."""
     for table in TABLES.get(name, {}):
         text = re.sub(rf"<!-- {table}:begin -->.*?<!-- {table}:end -->", "", text, flags=re.DOTALL)
-    for template in SENTENCES.get(name, {}):
+    for template in _sentences(name):
         text = re.sub(_pattern(template), " ", text)
     text = re.sub(r"```.*?```|`[^`\n]*`|\]\([^)]*\)", " ", text, flags=re.DOTALL)
-    for words in NOT_MEASURED:
-        text = re.sub(_pattern(words), " ", text)
     return [text[max(0, one.start() - 50) : one.end() + 20].replace("\n", " ") for one in _MEASURED.finditer(text)]
+
+
+def _sentences(name: str) -> dict[str, Callable[[Results], dict[str, str]]]:
+    """Templates of the file's sentences, and what gives their values."""
+    quoted = QUOTED if name == "README.md" else {}
+    return {**SENTENCES.get(name, {}), **{words: lambda _, values=values: values() for words, values in quoted.items()}}
 
 
 def _pattern(template: str) -> str:

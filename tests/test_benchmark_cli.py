@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from typer.testing import CliRunner
@@ -104,9 +105,33 @@ def test_refused_before_any_work(pair, tmp_path, monkeypatch):
     one_sentence(run(*pair, "--batch", "1,x"), "'1,x': accepted are numbers of 1 or more, as 1,4,8")
     one_sentence(run(*pair, "--context", "0"), "'0': accepted are numbers of 1 or more")
     one_sentence(run(*pair, "--prompts", tmp_path / "none.jsonl"), "no such file")
-    one_sentence(run(*pair, "--out", tmp_path), "cannot be written")
+    one_sentence(run(*pair, "--out", tmp_path), "cannot be written: it is a folder")
+    one_sentence(run(*pair, "--out", tmp_path / "none" / "x.json"), "cannot be written: there is no folder")
+    one_sentence(run(*pair, "--out", "/dev/null"), "cannot be written: it is no file")
+    monkeypatch.setattr(bench_module.os, "access", lambda path, mode: mode != os.W_OK)
+    one_sentence(run(*pair, "--out", tmp_path / "x.json"), "is read-only")
+    assert not list(tmp_path.iterdir())
     one_sentence(run(*pair, "--without", "generate"), "generate is left out")
     one_sentence(run(*pair, "--providers", "theirs"), "the provider is 'theirs': accepted are generate, static")
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    out, link = tmp_path / "bench.json", tmp_path / "link.json"
+    out.write_text("before")
+    link.symlink_to(out)
+    bench_module._write(link, "after\n")
+    assert out.read_text() == "after\n" and link.is_symlink()
+    seen = []
+
+    def cut_off(aside, path):
+        seen.append((aside.read_text(), path.read_text()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_module.os, "replace", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        bench_module._write(out, "cut off")
+    assert seen == [("cut off", "after\n")] and out.read_text() == "after\n"
+    assert sorted(tmp_path.iterdir()) == [out, link]
 
 
 def test_assistants(pair):

@@ -111,3 +111,24 @@ def test_it_writes_between_its_markers_alone(page, gpu, tmp_path, capsys):
 def test_the_committed_page_is_what_the_script_writes(page):
     readme = (BENCH / "README.md").read_text()
     assert page.with_section(readme, page.section(BENCH / "results")) == readme, "run python bench/kernels_page.py"
+
+
+def test_the_committed_predictions_are_what_the_script_writes(page):
+    """Which the READMEs' sentences are filled from; the page's own are the same."""
+    predicted = importlib.import_module("predicted")
+    found = predicted.result()
+    assert predicted.text(found) == predicted.FILE.read_text(), "run python bench/predicted.py"
+    (walk,) = (row for row in found["kernels"] if row["case"] == "Qwen3-4B B=1 greedy")
+    assert (walk["bytes"], walk["us"]) == (546_669_312, 143.13)  # 546,669,312 bytes at 4.3 TB/s and 8 launches
+    assert line(page.section(BENCH / "none"), "walk, greedy | 1 | 546,669,312")[3] == "143"
+
+
+def test_predictions_for_another_rate(page, tmp_path, monkeypatch):
+    predicted = importlib.import_module("predicted")
+    monkeypatch.setattr(predicted, "OPS", ("context_kv",))
+    monkeypatch.setattr(sys, "argv", ["predicted.py", "--rate", "2", "--out", str(tmp_path / "x.json")])
+    predicted.main()
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert found["assumed"] == {"copy_tb_s": 2.0, "launch_us": 2.0, "of": "as asked"}
+    (row,) = (row for row in found["kernels"] if row["case"] == "Qwen3-4B B=1 N=8")
+    assert row["us_without_launches"] == round(row["bytes"] / 2e6, 2) and row["us"] == row["us_without_launches"] + 2

@@ -11,7 +11,7 @@ import torch
 
 from dspark_fast import benchmark, first_layers, generation
 from dspark_fast.benchmark import runner, theirs
-from dspark_fast.benchmark.verdict import ahead, sentences
+from dspark_fast.benchmark.verdict import ahead, disturbed, sentences
 from dspark_fast.benchmark.ways import WAYS, chosen
 from dspark_fast.benchmark.workload import cases_of, read_sets
 
@@ -74,7 +74,8 @@ def test_a_whole_run(measure, pair):
         if of == "all":
             assert row["same_tokens"] == {"same": row["prompts"], "near_ties": 0, "unexplained": []}
     assert rows[1, "all", "generate"]["speedup"]["median"] == 1.0
-    assert len(report["verdict"]) == 2 and report["verdict"][1].startswith("Batch 3: ")
+    assert report["verdict"] == sentences(report["rows"])
+    assert [*dict.fromkeys(said.partition(":")[0] for said in report["verdict"])] == ["Batch 1", "Batch 3"]
     assert report["machine"]["transformers"] and report["dtype"] == "float32"
     assert pair[0].model.generation_config.prompt_lookup_num_tokens is None
     assert not pair[0].model._forward_hooks and not pair[0].assistant._forward_hooks
@@ -249,7 +250,7 @@ def test_who_is_asked():
 # --- who is ahead -----------------------------------------------------------------------------------------------------
 
 
-def _row(provider, of, speedup, ours):
+def _row(provider, of, speedup, ours, plain=(10.0, 12.0)):
     return {
         "batch": 1,
         "context": None,
@@ -258,17 +259,75 @@ def _row(provider, of, speedup, ours):
         "label": provider,
         "ours": ours,
         "speedup": {"median": speedup},
+        "tokens_per_second": {"least": plain[0], "most": plain[1]},
     }
 
 
-def test_who_is_ahead_is_said_also_where_it_is_not_us():
-    rows = [_row("plain", "all", 1.0, False), _row("fast", "all", 2.0, True), _row("other", "all", 1.6, False)]
-    rows += [_row("fast", "chat", 1.1, True), _row("other", "chat", 1.4, False)]
-    assert [row["provider"] for row in ahead(rows)["chat"]] == ["other"] and "all" not in ahead(rows)
-    assert sentences(rows) == [
-        "Batch 1: fast (2.00) is ahead of every other provider, 1.25 times other; in chat other (1.40) is the fastest."
+def _rows(plain=(10.0, 12.0), **speedups):
+    """Rows of made-up ways over all prompts and two sets; those whose name begins with "our" are ours."""
+    speedups = {"generate": (1.0, 1.0, 1.0), **speedups}
+    sets = ("all", "maths", "chat")
+    return [
+        _row(name, of, one, name.startswith("our"), plain)
+        for name, ones in speedups.items()
+        for of, one in zip(sets, ones)
     ]
-    slow = _row("ours", "all", 1.5, True)
-    assert "; without options, ours (1.50), it is behind other (1.60); in chat" in sentences([*rows, slow])[0]
-    rows[2]["speedup"]["median"] = 3.0
-    assert sentences(rows)[0].startswith("Batch 1: other (3.00) is ahead of all of ours, 1.50 times fast; in chat")
+
+
+def test_who_is_ahead_is_said_by_set_and_of_each_of_ours():
+    rows = _rows(ours=(1.5, 1.8, 1.1), our_best=(2.0, 2.3, 1.4), static=(1.2, 1.2, 1.15), loop=(1.4, 1.4, 1.3))
+    assert {of: [row["provider"] for row in found] for of, found in ahead(rows, "ours").items()} == {
+        "chat": ["loop", "static"]
+    }
+    assert sentences(rows) == [
+        "Batch 1: our_best (2.00) is ahead of every other provider, 1.43 times loop, and ahead in every set (maths, "
+        "chat).",
+        "Batch 1: ours is behind in chat (1.10): loop (1.30) and static (1.15).",
+    ]
+
+
+def test_nobody_ahead_is_nothing_to_say():
+    rows = _rows(ours=(1.5, 1.8, 1.1), static=(1.2, 1.2, 1.1))  # as fast as is not behind
+    assert sentences(rows) == [
+        "Batch 1: ours (1.50) is ahead of every other provider, 1.25 times static, and ahead in every set (maths, "
+        "chat)."
+    ]
+
+
+def test_a_set_that_the_best_of_ours_loses():
+    said = sentences(_rows(ours=(1.5, 1.9, 0.9), other=(1.2, 1.0, 1.4)))
+    assert said == [
+        "Batch 1: ours (1.50) is ahead of every other provider, 1.25 times other.",
+        "Batch 1: ours is behind in chat (0.90): other (1.40) and generate (1.00).",
+    ]
+
+
+def test_others_ahead_over_all():
+    rows = _rows(ours=(0.9, 1.2, 0.8), a=(1.5, 1.1, 1.6), b=(1.4, 1.1, 1.3), c=(1.3, 1.1, 1.2))
+    assert sentences(rows) == [
+        "Batch 1: a (1.50) is ahead of all of ours, 1.67 times ours.",
+        "Batch 1: ours is behind over all prompts (0.90): a (1.50), b (1.40) and 2 more; in chat (0.80): a (1.60), b "
+        "(1.30) and 2 more.",
+    ]
+    everywhere = sentences(_rows(ours=(0.9, 0.9, 0.8), a=(1.5, 1.1, 1.6)))[1]
+    assert everywhere == (
+        "Batch 1: ours is behind in every set (maths, chat) and over all prompts (0.90): a (1.50) and generate (1.00)."
+    )
+
+
+def test_a_machine_that_was_not_left_alone_gives_no_lead():
+    """What others are ahead in is said all the same."""
+    ways = {"ours": (1.5, 1.9, 0.9), "other": (1.2, 1.0, 1.4)}
+    rows = _rows(plain=(10.0, 15.1), **ways)
+    assert disturbed(rows) == (10.0, 15.1) and disturbed(_rows(plain=(10.0, 15.0), **ways)) is None
+    first, second = sentences(rows)
+    assert first.startswith("Batch 1: generate alone ran at 10.0 to 15.1 tokens/s") and "do not trust" in first
+    assert second == "Batch 1: ours is behind in chat (0.90): other (1.40) and generate (1.00)."
+
+
+def test_of_several_rows_together_there_are_no_sets():
+    rows = [row for row in _rows(ours=(1.5, 0, 0), our_other=(1.2, 0, 0), a=(1.3, 0, 0)) if row["set"] == "all"]
+    assert sentences(rows) == [
+        "Batch 1: ours (1.50) is ahead of every other provider, 1.15 times a.",
+        "Batch 1: our_other is behind over all prompts (1.20): a (1.30).",
+    ]

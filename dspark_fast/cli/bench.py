@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -107,8 +108,8 @@ def bench(
     missing = [str(path) for path in prompts or [] if not path.is_file()]
     if missing:
         raise typer.BadParameter(f"no such file: {', '.join(missing)}", param_hint="'--prompts'")
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):  # before minutes of work, not after
-        raise typer.BadParameter(f"{out} cannot be written: it is a folder, or in none", param_hint="'--out'")
+    if out is not None and (why := _unwritable(out)):  # before minutes of work, not after
+        raise typer.BadParameter(f"{out} cannot be written: {why}", param_hint="'--out'")
     batches, contexts = _numbers(batch, "--batch"), _numbers(context, "--context")
     begun = time.perf_counter()
     quiet()  # before transformers is imported
@@ -169,7 +170,7 @@ def bench(
                 raise typer.Exit(1) from None
         line = json.dumps(report, indent=1)
         if out is not None:
-            out.write_text(line + "\n", encoding="utf-8")
+            _write(out, line + "\n")
     if as_json:
         print(json.dumps(report))
     else:
@@ -204,6 +205,27 @@ def _pair(session: Session, assistant: str | None, layers: int | None, drafts: i
                 raise
             small, why = None, f"no smaller model is at hand: {error}"
     return Pair(model, session.draft, session.draft_name, small, name, drafts, lookup, why)
+
+
+def _unwritable(path: Path) -> str | None:
+    """Why no file can be put there; None where one can."""
+    folder = path.resolve().parent
+    if path.exists() and not path.is_file():
+        return "it is no file" if not path.is_dir() else "it is a folder"
+    if not folder.is_dir():
+        return f"there is no folder {folder}"
+    return None if os.access(folder, os.W_OK) else f"the folder {folder} is read-only"
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: what was there before stays until then."""
+    path = path.resolve()  # a link stays one
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _numbers(text: str | None, option: str) -> list[int]:

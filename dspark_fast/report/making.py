@@ -158,7 +158,8 @@ def run(
     pictures = {name: _draw(one, out) for name, one in found.items()}
     files = [store.path, *pictures.values()]
     if not only:
-        text = page(store.data, found, {name: path.read_bytes() for name, path in pictures.items()})
+        shown = {name: path.read_bytes() for name, path in pictures.items()}
+        text = page(store.data, found, shown, settings.to_dict())
         (out / PAGE).write_text(text, encoding="utf-8")
         files.append(out / PAGE)
     return files

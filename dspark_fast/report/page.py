@@ -7,7 +7,9 @@ import shlex
 from collections.abc import Mapping
 from functools import reduce
 from html import escape
+from importlib import resources
 from operator import or_
+from pathlib import Path
 from typing import Any
 
 from dspark_fast.report.domains import Domains
@@ -18,13 +20,16 @@ from dspark_fast.report.stylesheet import STYLESHEET
 from dspark_fast.report.subject import Equality
 
 
-def page(report: dict[str, Any], found: Mapping[str, Measurement], pictures: Mapping[str, bytes]) -> str:
+def page(
+    report: dict[str, Any], found: Mapping[str, Measurement], pictures: Mapping[str, bytes], again: Mapping[str, Any]
+) -> str:
     """Lay everything out.
 
     Args:
         report: as :class:`~dspark_fast.report.store.Store` keeps it.
         found: measurements by name, in the order of the page.
         pictures: PNG of each.
+        again: settings by name, as they were given: what makes the same page, see :func:`command`.
     """
     name = report["pair"]["model"]
     body = [
@@ -35,7 +40,7 @@ def page(report: dict[str, Any], found: Mapping[str, Measurement], pictures: Map
         "</nav><main>",
         *(_section(one, pictures[key]) for key, one in found.items()),
         *(_omitted(key, why) for key, why in report["omitted"].items()),
-        f"</main>{_footer(report, found)}",
+        f"</main>{_footer(report, found, again)}",
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -171,7 +176,7 @@ def _omitted(name: str, why: str) -> str:
     return f'<section id="{name}"><h2>{escape(name.capitalize())}</h2><p>Left out: {escape(why)}.</p></section>'
 
 
-def _footer(report: dict[str, Any], found: Mapping[str, Measurement]) -> str:
+def _footer(report: dict[str, Any], found: Mapping[str, Measurement], again: Mapping[str, Any]) -> str:
     machines = [one["machine"] for one in report["measurements"].values()]
     rows = [(name.replace("_", " "), str(value)) for name, value in report["pair"].items()]
     rows += [(name, str(value)) for name, value in (machines[0] if machines else {}).items() if value is not None]
@@ -187,16 +192,29 @@ def _footer(report: dict[str, Any], found: Mapping[str, Measurement]) -> str:
         "explain would have ended the report. tau and acceptance are counted by the authors' definitions: pooled over "
         "rounds, bonus included, "
         f"prefill apart.</p>{said}{_table(Table(('', ''), tuple(rows), 'pair, machine and versions'))}"
-        f"<p>The same again:</p><pre>{escape(command(report['settings']))}</pre></footer>"
+        f"<p>The same again, or with <code>--only</code> one figure ({', '.join(found)}):</p>"
+        f"<pre>{escape(command(again))}</pre></footer>"
     )
 
 
-def command(settings: dict[str, Any]) -> str:
-    """The command line of a report with these settings."""
+def command(settings: Mapping[str, Any]) -> str:
+    """The command line of a report with these settings.
+
+    Args:
+        settings: of :meth:`~dspark_fast.report.making.ReportSettings.to_dict`. Paths stand in it as they were given,
+            but for those into this package, which say nothing of the machine: ``dspark_fast/prompts/maths.jsonl``.
+    """
     words = ["dspark-fast", "report"]
     for name, value in settings.items():
-        if name == "prompts":
-            value = None if value.startswith("shipped ") else value.rpartition(" ")[0]
-        if value is not None and name != "draft_digest":
-            words += [f"--{name.replace('_', '-')}", str(value)]
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", _of_the_package(str(value))]
     return shlex.join(words)
+
+
+def _of_the_package(value: str) -> str:
+    """A path to what ships with the package, as it is from a checkout; anything else as it is."""
+    path = Path(value).expanduser()
+    inside = Path(str(resources.files("dspark_fast"))).resolve()
+    if path.is_absolute() and path.resolve().is_relative_to(inside):
+        return str(path.resolve().relative_to(inside.parent))
+    return value

@@ -11,6 +11,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from dspark_fast import generation
+from dspark_fast.benchmark.verdict import MOST_SPREAD
 from dspark_fast.first_token import timed
 from dspark_fast.report.measurement import Measurement, NotMeasurable, Progress, Table, counted, number, plain
 from dspark_fast.report.style import COLOURS, INK, NAMES, canvas, from_zero, label_bars
@@ -198,7 +199,7 @@ class Speed(Measurement):
     def disturbed(self) -> bool:
         """Whether plain decoding alone varied so much that no speed of this run is to be trusted."""
         plainly = self.speed("plain")
-        return plainly.most > 1.5 * plainly.least
+        return plainly.most > MOST_SPREAD * plainly.least
 
     def tables(self) -> list[Table]:
         rows = []
