@@ -45,10 +45,11 @@ from ablation_variants import VARIANTS, Choices
 from machine import describe, results_folder
 
 from dspark_fast.compare import compare
-from dspark_fast.training.evaluate import MEAN_OF, HeldOut, held_out_prompts, mean_tau, measure_acceptance
+from dspark_fast.evaluation import MEAN_OF, Prompt, evaluate, held_out_prompts
 from dspark_fast.training.features import Batches, CachedFeatures
 from dspark_fast.training.loss import LossWeights
 from dspark_fast.training.recipe import Recipe, fresh_draft
+from dspark_fast.training.responses import conversation_ids
 from dspark_fast.training.trainer import Trainer, TrainSettings
 
 README = Path(__file__).parent / "README.md"
@@ -88,7 +89,14 @@ class Settings:
 
 
 def train_variant(
-    model: Any, prompts: Sequence[HeldOut], name: str, choices: Choices, run: Path, work: Path, settings: Settings
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    name: str,
+    choices: Choices,
+    run: Path,
+    work: Path,
+    settings: Settings,
 ) -> dict[str, Any]:
     """Train and measure one variant, or take its result if there is one.
 
@@ -123,16 +131,22 @@ def train_variant(
     teacher_forced = Trainer(draft, held_out, held_out, folder, judge).evaluate()
     trained_in = time.perf_counter() - began
     draft.requires_grad_(False).eval().to(torch.bfloat16).to(model.dtype)
-    with torch.no_grad():
-        found = measure_acceptance(
-            model, draft, prompts, max_new_tokens=settings.max_new_tokens, batch_size=settings.per_domain
-        )
+    found = evaluate(
+        model,
+        draft,
+        tokenizer,
+        prompts,
+        max_new_tokens=settings.max_new_tokens,
+        batch_size=settings.per_domain,
+        mean_of=MEAN_OF,
+    )
+    counts = {**found.domains, "all": found.pooled}
     result = {
         **asked,
-        "tau": {"mean": _number(mean_tau(found)), **{one.domain: _number(one.tau) for one in found}},
-        "by_position": {one.domain: [_number(share) for share in one.by_position] for one in found},
-        "rounds": {one.domain: one.rounds for one in found},
-        "prompts": {one.domain: one.prompts for one in found},
+        "tau": {"mean": _number(found.mean_tau), **{name: _number(one.tau) for name, one in counts.items()}},
+        "by_position": {name: [_number(share, 3) for share in one.conditional] for name, one in counts.items()},
+        "rounds": {name: one.rounds for name, one in counts.items()},
+        "prompts": {name: one.prompts for name, one in counts.items()},
         "teacher_forced": {
             "responses": len(held_out.source.lengths),
             "tau": _number(teacher_forced["tau"]),
@@ -229,8 +243,8 @@ def join(model: str, work: Path, variants: dict[str, Choices]) -> dict[str, Any]
     }
 
 
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, 4)
+def _number(value: float, digits: int = 4) -> float | None:
+    return None if math.isnan(value) else round(value, digits)
 
 
 def main() -> None:
@@ -267,12 +281,13 @@ def main() -> None:
     prompts = [one for one in held_out_prompts(tokenizer, settings.per_domain) if one.domain in MEAN_OF]
     if options.time:
         chat = next(one for one in prompts if one.domain == "chat")
-        times = time_shapes(model, torch.tensor([chat.input_ids]), VARIANTS, repeats=options.repeats, new_tokens=16)
+        ids = torch.tensor([conversation_ids(tokenizer, list(chat.messages))])
+        times = time_shapes(model, ids, VARIANTS, repeats=options.repeats, new_tokens=16)
         write(work / "ablation_times.json", times)
     else:
         names = [name for name in VARIANTS if not options.only or name in options.only]
         for number, name in enumerate(names, 1):
-            result = train_variant(model, prompts, name, VARIANTS[name], options.run, work, settings)
+            result = train_variant(model, tokenizer, prompts, name, VARIANTS[name], options.run, work, settings)
             seconds = result["seconds"]
             print(
                 f"{number} of {len(names)}, {name}: tau {result['tau']['mean']}, "

@@ -15,7 +15,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from dspark_fast.training.evaluate import MEAN_OF
+from dspark_fast.evaluation import MEAN_OF
 
 BEGIN, END = "<!-- ablation:begin -->", "<!-- ablation:end -->"
 STUDENT = {2: 12.71, 3: 4.30}  # two-sided 95 % quantile of Student's t for a deviation from so many runs

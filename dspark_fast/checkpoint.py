@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from transformers import PreTrainedConfig
 from dspark_fast.config import ARCHITECTURE, DSparkConfig
 from dspark_fast.pairing import check_pair
 from dspark_fast.vocabulary import check_vocabulary
+from dspark_fast.writing import replacing, write_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -106,8 +106,9 @@ def save_draft(draft: DSparkDraft, folder: Path, *, include_target_weights: bool
     config = {key: value for key, value in draft.config.to_dict().items() if inert.get(key, ...) != value}
     config["dtype"] = str(draft.dtype).removeprefix("torch.")
     config["architectures"] = [ARCHITECTURE]
-    _replace(folder / "config.json", lambda path: path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n"))
-    _replace(folder / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
+    write_whole(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+    with replacing(folder / WEIGHTS) as aside:
+        save_file(state, aside, metadata={"format": "pt"})
 
 
 def read_config(folder: Path) -> DSparkConfig:
@@ -252,12 +253,3 @@ def _holder(attribute: str, weight: torch.Tensor) -> nn.Module:
     head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     head.weight = nn.Parameter(weight, requires_grad=False)
     return head
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(aside)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)

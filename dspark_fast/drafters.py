@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from dspark_fast import ops
 from dspark_fast.draft import DSparkDraft
 from dspark_fast.engine.cache import widened
-from dspark_fast.engine.compiled import chosen, compiling
+from dspark_fast.engine.compiled import chosen
 
 
 @dataclass(frozen=True)
@@ -200,36 +200,23 @@ class DSparkDrafter:
         )
         self._full, self._logits, self._compiled = self._full[rows], None, False
 
-    def compile(self, position: torch.Tensor, features: torch.dtype) -> bool:
-        """Compile a round's two passes, over the block and over its context, where that is faster; after the prefill.
+    def compile(self, position: torch.Tensor) -> bool:
+        """Compile the pass over a block, where that is faster; after the prefill.
 
-        Their shapes are fixed: from here on the context must not grow.
+        It is to run inside :func:`~dspark_fast.engine.compiled.compiling`. Its shape is fixed: from here on the context
+        must not grow.
 
         Args:
-            position: int64 ``[B]``, of the next anchors.
-            features: dtype of what :meth:`commit` is given.
+            position: int64 ``[B]``, of the next anchors; what the pass writes behind them is drafts.
 
         Returns:
             Whether that is faster.
         """
-        draft, shape = self.draft, self.context.keys.shape
-        states = torch.zeros(
-            len(position), self.block_size + 1, draft.fc.in_features, dtype=features, device=draft.device
-        )
-        none = torch.zeros_like(position)
-
-        # A draft block lies behind what is committed, and of the context nothing is stored: both can run again.
-        def plainly() -> None:
-            self._block_pass(none, position)
-            self._context_pass(states, position, none)
-
-        def quickly() -> None:
-            with compiling():
-                _compiled_block()(self, none, position)
-                _compiled_context()(self, states, position, none)
-
-        known_by = (self.use_markov, *shape, self.block_size, str(features), str(draft.dtype), str(draft.device))
-        self._compiled = chosen(draft, known_by, plainly, quickly, what="the drafter's pass")
+        draft, anchor = self.draft, torch.zeros_like(position)
+        plainly = partial(self._block_pass, anchor, position)
+        quickly = partial(_compiled_block(), self, anchor, position)
+        shape = (*self.context.keys.shape, self.block_size, str(draft.dtype), str(draft.device))
+        self._compiled = chosen(draft, shape, plainly, quickly, what="the drafter's pass")
         return self._compiled
 
     def resume(self, context: Context | None, known: torch.Tensor) -> None:
@@ -256,14 +243,6 @@ class DSparkDrafter:
     def commit(
         self, tokens: torch.Tensor, features: torch.Tensor | None, offsets: torch.Tensor, counts: torch.Tensor
     ) -> None:
-        # A round's, not a prompt's or a plain step's.
-        if self._compiled and features.shape[1] == self.block_size + 1:
-            with compiling():
-                _compiled_context()(self, features, offsets, counts)
-        else:
-            self._context_pass(features, offsets, counts)
-
-    def _context_pass(self, features: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor) -> None:
         draft = self.draft
         context = draft.context(features)
         positions = offsets[:, None] + torch.arange(context.shape[1], device=context.device)
@@ -294,11 +273,8 @@ class DSparkDrafter:
 
     def propose(self, anchor: torch.Tensor, position: torch.Tensor, noise: Noise) -> Proposal:
         draft = self.draft
-        if self._compiled:
-            with compiling():
-                hidden, logits = _compiled_block()(self, anchor, position)
-        else:
-            hidden, logits = self._block_pass(anchor, position)
+        block = partial(_compiled_block(), self) if self._compiled else self._block_pass
+        hidden, logits = block(anchor, position)
         w1, w2 = draft.markov_weights() if self.use_markov else (None, None)
         walk = ops.markov_walk(
             logits,
@@ -351,8 +327,3 @@ class DSparkDrafter:
 @cache
 def _compiled_block() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     return torch.compile(DSparkDrafter._block_pass, fullgraph=True, dynamic=False)
-
-
-@cache
-def _compiled_context() -> Callable[..., None]:
-    return torch.compile(DSparkDrafter._context_pass, fullgraph=True, dynamic=False)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dspark_fast.training import trainer
-from dspark_fast.training.evaluate import HeldOut
 from dspark_fast.training.features import write_features
+from dspark_fast.training.prompts import make_prompt
 from dspark_fast.training.responses import Response
 
 BENCH = Path(__file__).parent.parent / "bench"
@@ -32,7 +32,7 @@ def bench():
 
 
 @pytest.fixture(scope="module")
-def tiny(bench, make_target, tmp_path_factory):
+def tiny(bench, make_target, characters, tmp_path_factory):
     """Features of a random target, two variants of its size, and ``train(name, work)``."""
     model = make_target(fresh=True)
     generator = torch.Generator().manual_seed(1)
@@ -44,10 +44,10 @@ def tiny(bench, make_target, tmp_path_factory):
     base = bench.Choices(taps=(1, 3), rank=4, block=4, vocabulary=40)
     variants = {"baseline": base, "depth-1": replace(base, depth=1, taps=(1, 2, 3), top_tokens=8)}
     settings = bench.Settings(responses=6, steps=2, sequences=2, anchors=4, per_domain=2, max_new_tokens=6)
-    prompts = [HeldOut("chat", [5, 6, 7]), HeldOut("math", [8, 9])]
+    prompts = [make_prompt(domain, ({"role": "user", "content": domain},)) for domain in ("chat", "math")]
 
     def train(name, work, settings=settings):
-        return bench.train_variant(model, prompts, name, variants[name], run, work, settings)
+        return bench.train_variant(model, characters.tokenizer, prompts, name, variants[name], run, work, settings)
 
     train.model, train.variants, train.settings = model, variants, settings
     return train

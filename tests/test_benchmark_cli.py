@@ -115,25 +115,6 @@ def test_refused_before_any_work(pair, tmp_path, monkeypatch):
     one_sentence(run(*pair, "--providers", "theirs"), "the provider is 'theirs': accepted are generate, static")
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    out, link = tmp_path / "bench.json", tmp_path / "link.json"
-    out.write_text("before")
-    link.symlink_to(out)
-    bench_module._write(link, "after\n")
-    assert out.read_text() == "after\n" and link.is_symlink()
-    seen = []
-
-    def cut_off(aside, path):
-        seen.append((aside.read_text(), path.read_text()))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench_module.os, "replace", cut_off)
-    with pytest.raises(KeyboardInterrupt):
-        bench_module._write(out, "cut off")
-    assert seen == [("cut off", "after\n")] and out.read_text() == "after\n"
-    assert sorted(tmp_path.iterdir()) == [out, link]
-
-
 def test_assistants(pair):
     options = [*pair, "--dtype", "fp32", "--providers", "generate,autoregressive"]
     one_sentence(run(*options, "--assistant-layers", 7), "layers is 7: accepted is 1 to 6")

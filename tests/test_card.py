@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dspark_fast.training.acceptance import Acceptance
 from dspark_fast.training.card import write_card
-from dspark_fast.training.evaluate import Acceptance
 from dspark_fast.training.plot import plot_training
 from dspark_fast.training.recipe import Recipe
 from dspark_fast.training.trainer import TrainSettings
@@ -135,6 +135,7 @@ def card(make_target, make_draft, tmp_path):
         acceptance = [
             Acceptance("math", 3, 2.345, [0.61, 0.52, 0.43, 0.34, 0.25], 20),
             *(Acceptance(domain, 3, 2.0, [0.5] * 5, 20) for domain in ("code", "chat", "list", "short")),
+            Acceptance("mean", 15, 2.069, [], 100),
             Acceptance("all", 15, 3.21, [0.71, 0.72, 0.73, 0.74, float("nan")], 100),
         ]
         write_card(

@@ -13,8 +13,8 @@ from dspark_fast import load
 from dspark_fast.cli import eval as module
 from dspark_fast.cli import session
 from dspark_fast.cli.app import app
-from dspark_fast.evaluation import Evaluation, evaluate, read_prompt_file, shipped_prompts
-from dspark_fast.training.evaluate import MEAN_OF, held_out_questions
+from dspark_fast.evaluation import MEAN_OF, Evaluation, evaluate, held_out_prompts, read_prompt_file, shipped_prompts
+from dspark_fast.evaluation.lock import alone
 from dspark_fast.training.prompts import SHARES
 
 TURNS = [{"turns": ["5 + 6?", "sure?"], "domain": "one"}, {"turns": ["the moon, the stars"], "domain": "two"}]
@@ -137,7 +137,7 @@ def test_the_held_out_prompts(command, saved):
     (found,) = report["results"]
     assert report["prompts"] == "held-out, 1 per domain" and list(found["domains"]) == list(SHARES)
     model, draft, tokenizer = pair_of(saved)
-    expected = evaluate(model, draft, tokenizer, held_out_questions(tokenizer, 1), max_new_tokens=4, mean_of=MEAN_OF)
+    expected = evaluate(model, draft, tokenizer, held_out_prompts(tokenizer, 1), max_new_tokens=4, mean_of=MEAN_OF)
     assert Evaluation.from_dict(found) == expected
     # The command that train writes on a drafter's card asks for them so.
     assert as_json(command("--json", "--per-domain", 1, "--temperature", 0, prompts=()))["results"] == [found]
@@ -198,12 +198,65 @@ def test_an_interrupted_command_goes_on(command, tmp_path, monkeypatch):
     one_sentence(command("--seed", 1, *options, "--out", tmp_path / "run.json"), "(seed was 0 and is 1)")
 
 
+def test_the_object_is_written_whole_or_not_at_all(command, tmp_path, monkeypatch):
+    import os
+
+    out = tmp_path / "run.json"
+    out.write_text("of before\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        one_sentence(command("--json", "--out", out), "No space left on device", code=1)
+    assert out.read_text() == "of before\n"
+    report = as_json(command("--json", "--out", out))
+    assert json.loads(out.read_text()) == report
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "run.rows.jsonl"]
+
+
+def test_a_second_run_on_the_same_file_is_refused_at_once(command, unloaded, tmp_path):
+    with alone(tmp_path / "run.rows.jsonl"):
+        for name in ("run.json", "run.txt"):  # they keep the same rows
+            one_sentence(command("--out", tmp_path / name), "is writing", code=1)
+        assert list(tmp_path.iterdir()) == [tmp_path / "run.rows.jsonl.lock"]
+    result = command("--out", tmp_path / "run.json")
+    assert isinstance(result.exception, Loaded)  # it goes on
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_lock_is_held_to_the_end(command, tmp_path, monkeypatch):
+    from dspark_fast import evaluation
+
+    real, seen = evaluation.evaluate, []
+
+    def looking(*arguments, **settings):
+        seen.append((tmp_path / "run.rows.jsonl.lock").is_file())
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(evaluation, "evaluate", looking)
+    as_json(command("--json", "--out", tmp_path / "run.json"))
+    assert seen == [True, True]
+
+
 def test_plots(command, tmp_path):
     pytest.importorskip("matplotlib")
-    result = command("--plots", tmp_path)
+    folder = tmp_path / "new" / "plots"
+    result = command("--plots", folder)
     assert result.exit_code == 0, result.output
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["eval_positions.png", "eval_tau.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
+    assert sorted(path.name for path in folder.iterdir()) == ["eval_positions.png", "eval_tau.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
+
+
+def test_a_folder_of_plots_is_tried_before_the_run(command, unloaded, tmp_path, monkeypatch):
+    """Also where it is there: root may write in every folder, and not on every file system."""
+    pytest.importorskip("matplotlib")
+
+    def refused(dir):
+        raise PermissionError(13, "Permission denied")
+
+    assert isinstance(command("--plots", tmp_path / "new").exception, Loaded) and (tmp_path / "new").is_dir()
+    (tmp_path / "file").touch()
+    one_sentence(command("--plots", tmp_path / "file"), "where no plot can be written: File exists")
+    monkeypatch.setattr(module.tempfile, "TemporaryFile", refused)
+    one_sentence(command("--plots", tmp_path), "where no plot can be written: Permission denied")
 
 
 def test_plots_without_matplotlib(command, tmp_path, monkeypatch):
@@ -229,7 +282,8 @@ def test_plots_without_matplotlib(command, tmp_path, monkeypatch):
         (["--block-size", "3"], "--block-size is 3: it is for --autoregressive and --first-layers"),
         (["--prompts", "nowhere.jsonl"], "Invalid value for '--prompts': no such file: nowhere.jsonl"),
         (["--out", "/no/such/folder/out.json"], "Invalid value for '--out'"),
-        (["--plots", "/no/such/folder"], "Invalid value for '--plots': /no/such/folder is no folder"),
+        (["--out", "/dev/null"], "Invalid value for '--out': /dev/null is no file"),
+        (["--plots", "/dev/null/plots"], "--plots is /dev/null/plots, where no plot can be written: Not a directory"),
         (["--max-new-tokens", "4090"], "more than the context of"),
     ],
     ids=str,
@@ -246,9 +300,36 @@ def test_settings_that_an_autoregressive_drafter_does_not_have(command):
     one_sentence(command("--first-layers", 2, "--no-markov", draft=None), "settings of a DSparkDraft")
 
 
-def test_prompts_that_are_none(command, tmp_path):
-    (tmp_path / "bad").write_text('{"text": "?"}\n')
-    one_sentence(command(prompts=[tmp_path / "bad"]), "bad:1: expected one of the keys")
+class Loaded(Exception):
+    """A model would be loaded now."""
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """Whatever loads a model ends there."""
+    from dspark_fast import evaluation
+
+    def load_pair(*arguments, **settings):
+        raise Loaded
+
+    monkeypatch.setattr(evaluation, "load_pair", load_pair)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"text": "?"}', "bad:2: expected one of the keys"),
+        ('{"turns": ["what?"]', "bad:2: not valid JSON"),
+        ('{"turns": ["what?"], "id": []}', 'bad:2: "id" must be'),
+    ],
+)
+def test_a_broken_line_is_told_before_a_model_is_loaded(command, saved, unloaded, tmp_path, line, told):
+    (tmp_path / "bad").write_text(f'{{"prompt": "hi"}}\n{line}\n')
+    one_sentence(command(prompts=[saved.prompts, tmp_path / "bad"]), told)
+
+
+def test_one_name_in_two_files(command, saved, unloaded):
+    one_sentence(command(prompts=[saved.prompts, saved.prompts]), "two prompts of the domain 'one' have the id")
 
 
 def test_a_drafter_is_needed(command):

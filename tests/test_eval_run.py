@@ -200,6 +200,21 @@ def test_an_autoregressive_drafter_by_the_same_definitions(pair, make):
     assert same(result, run(pair, drafter=drafter, batch_size=1))
 
 
+def test_rows_of_like_length_go_together(pair, monkeypatch):
+    batches, generate = [], answering.generate
+
+    def watching(model, drafter, ids, *, attention_mask, **settings):
+        batches.append(attention_mask.sum(1).tolist())
+        assert (attention_mask.diff(dim=1) >= 0).all()  # padded on the left
+        return generate(model, drafter, ids, attention_mask=attention_mask, **settings)
+
+    monkeypatch.setattr(answering, "generate", watching)
+    run(pair, first_turns=True, max_new_tokens=2, batch_size=2)
+    lengths = {one.id: len(conversation_ids(pair.tokenizer, list(one.messages))) for one in pair.prompts}
+    maths, chat = (sorted(n for name, n in lengths.items() if name.startswith(domain)) for domain in TEXTS)
+    assert batches == [maths[:2], maths[2:], chat]  # no batch has two domains
+
+
 def test_the_drafters_own_settings(pair):
     cut = run(pair, confidence_threshold=0.5)
     assert cut.pooled.proposals < 4 < run(pair).pooled.proposals
@@ -281,12 +296,49 @@ def test_other_settings_are_refused(pair, tmp_path, make_draft):
     }.items():
         with pytest.raises(ValueError, match="begun with other settings") as error:
             run(pair, rows=rows, **{"max_new_tokens": 4, "prompts": pair.prompts[:2], **change})
-        assert name in str(error.value) and ";" not in str(error.value)  # that one alone
+        said = str(error.value)
+        assert name in said and said.count(";") == ("; prompt_ids was " in said) == ("prompts" in change)
     assert rows.read_bytes() == before
     with torch.no_grad():
         first = fingerprint(trained)
         trained.norm.weight[3] += 1e-4
     assert fingerprint(trained) != first
+
+
+def test_what_changes_the_tokens_unasked_is_noted_too(pair, tmp_path, monkeypatch):
+    """Tokenizer and chat template, by the prompts' ids; and what answers take from the model's own configuration."""
+    rows, asked = tmp_path / "rows", {"max_new_tokens": 4, "prompts": pair.prompts[:3]}
+    result, whole = run(pair, rows=rows, **asked), run(pair, prompts=pair.prompts[:3])
+    template, config = pair.tokenizer.chat_template, pair.model.generation_config
+    # One that every prompt sees, and one that the third prompt's second turn alone does.
+    other = template.replace("{% for m", "{% if messages|length > 1 %}Again: {% endif %}{% for m")
+    for change, told in (
+        ((pair.tokenizer, "chat_template", "Hi. " + template), "prompt_ids was '"),
+        ((pair.tokenizer, "chat_template", other), "prompt_ids was '"),
+        ((config, "eos_token_id", 2), f"stop_tokens was {sorted(config.eos_token_id)} and is [2]"),
+        ((config, "no_repeat_ngram_size", 1), "generation was {} and is {'no_repeat_ngram_size': 1}"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            assert run(pair, prompts=pair.prompts[:3]) != whole
+            with pytest.raises(ValueError, match="begun with other settings") as error:
+                run(pair, rows=rows, **asked)
+        assert told in str(error.value) and ";" not in str(error.value)
+    monkeypatch.setattr(config, "top_k", 7)  # answers are by the bare law
+    monkeypatch.setattr(config, "eos_token_id", config.eos_token_id[::-1])
+    assert run(pair, rows=rows, **asked) == result
+
+
+def test_a_file_that_does_not_note_all_of_it_is_refused(pair, tmp_path):
+    """Of an earlier version: nothing says by which chat template its rows were made."""
+    rows, asked = tmp_path / "rows", {"max_new_tokens": 4, "prompts": pair.prompts[:2]}
+    run(pair, rows=rows, **asked)
+    header, line = rows.read_text().splitlines()[:2]
+    settings = json.loads(header)["settings"]
+    del settings["prompt_ids"]
+    rows.write_text(json.dumps({"settings": settings}) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=r"\(prompt_ids was not noted and is '[^;]*\): give"):
+        run(pair, rows=rows, **asked)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from safetensors import safe_open
 
 from dspark_fast import DSparkDraft, generate
 from dspark_fast.config import DSparkConfig
-from dspark_fast.training import evaluate, features, responses
+from dspark_fast.evaluation import MEAN_OF, evaluate, held_out
+from dspark_fast.training import features, responses
+from dspark_fast.training import recipe as stages
 from dspark_fast.training.preflight import accepted, preflight
 from dspark_fast.training.prompts import is_held_out, make_prompt
 from dspark_fast.training.recipe import Recipe, collect, measure, remember
@@ -86,12 +88,18 @@ def test_collect_and_measure(model, tokenizer, make_draft, tmp_path, monkeypatch
     with pytest.raises(ValueError, match="held-out was made for something else"):
         collect(model, tokenizer, out, recipe, [-1, 0])
 
-    two = [make_prompt("chat", ({"role": "user", "content": text},)) for text in ("One?", "Two?")]
-    monkeypatch.setattr(evaluate, "built_in_prompts", lambda count, seed: two)
-    results = measure(model, tokenizer, draft, out)
+    monkeypatch.setattr(stages, "NEW_TOKENS", 8)
+    asked = [make_prompt(name, ({"role": "user", "content": f"{name}?"},), ("And?",)) for name in ("rewrite", *MEAN_OF)]
+    monkeypatch.setattr(held_out, "built_in_prompts", lambda count, seed: asked)
+    results = measure(model, tokenizer, draft, out, on_progress=lambda *figures: told.append(figures))
     saved = json.loads((out / "acceptance.json").read_text())
-    assert [(one["domain"], one["prompts"]) for one in saved] == [(one.domain, one.prompts) for one in results]
-    assert results[-1].prompts == 2 and saved[-1]["tau"] == pytest.approx(results[-1].tau)
+    assert saved == [one.to_dict() for one in results] and not list(out.glob(".acceptance*"))
+    assert [(one.domain, one.prompts) for one in results[:-2]] == [(one.domain, 1) for one in asked]
+    assert [(one.domain, one.prompts) for one in results[-2:]] == [("mean", 5), ("all", 6)]
+    # What dspark-fast eval says of the same prompts: greedy, first turns alone.
+    whole = evaluate(model, draft, tokenizer, asked, first_turns=True, max_new_tokens=8, mean_of=MEAN_OF)
+    assert (results[-2].tau, results[-1].tau) == (whole.mean_tau, whole.pooled.tau)
+    assert results[-1].rounds == whole.pooled.rounds and told[-1] == ("measure", 6, 6)
 
 
 @pytest.fixture
@@ -110,7 +118,7 @@ def command(model, tokenizer, tmp_path, monkeypatch):
     mine.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in chosen))
     # Looking through the package's own prompts for held-out ones takes seconds.
     hello = make_prompt("chat", ({"role": "user", "content": "Hi"},))
-    monkeypatch.setattr(evaluate, "built_in_prompts", lambda count, seed: [hello] * count)
+    monkeypatch.setattr(held_out, "built_in_prompts", lambda count, seed: [hello] * count)
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda self, path, **_: path.write_bytes(b"\x89PNG"))
 
     def run(*arguments, out=tmp_path / "out"):
@@ -254,10 +262,18 @@ def look(model, tokenizer, tmp_path):
     ids=["initialise", "top", "heads", "prompts"],
 )
 def test_what_cannot_be_is_said_before_any_work(look, tmp_path, monkeypatch, changes, message):
-    monkeypatch.setattr(evaluate, "SEARCH", 1500)
+    monkeypatch.setattr(held_out, "SEARCH", 1500)
     with pytest.raises(ValueError, match=message):
         look(**changes)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_context_in_which_the_last_stage_would_not_fit(look, model, monkeypatch):
+    monkeypatch.setattr(held_out, "SEARCH", 1500)
+    look()
+    monkeypatch.setattr(model.config, "max_position_embeddings", 200)
+    with pytest.raises(ValueError, match="with 128 new ones, which is more than the context of the target, 200"):
+        look()
 
 
 def test_a_drafter_of_another_target_is_told_first(model, tokenizer, tmp_path):
@@ -269,7 +285,7 @@ def test_a_drafter_of_another_target_is_told_first(model, tokenizer, tmp_path):
 
 def test_chat_templates_that_refuse(look, tokenizer, monkeypatch):
     """System messages can be done without; anything else cannot."""
-    monkeypatch.setattr(evaluate, "SEARCH", 1500)
+    monkeypatch.setattr(held_out, "SEARCH", 1500)
     whole = tokenizer.chat_template
     refusal = "{{% if messages[0].role == '{}' %}}{{{{ raise_exception('not here') }}}}{{% endif %}}"
     monkeypatch.setattr(tokenizer, "chat_template", refusal.format("system") + whole)
@@ -289,7 +305,7 @@ def test_chat_templates_that_refuse(look, tokenizer, monkeypatch):
 
 def test_features_and_checkpoints_of_something_else(command, look, tmp_path, monkeypatch):
     """What an earlier run left is compared before a token is generated, and a part of its features will do."""
-    monkeypatch.setattr(evaluate, "SEARCH", 1500)
+    monkeypatch.setattr(held_out, "SEARCH", 1500)
     assert command("--top-tokens", 3) == 0
     monkeypatch.setattr(responses, "_answer", lambda *_: pytest.fail("generated"))
     command_says = [

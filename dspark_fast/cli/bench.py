@@ -15,6 +15,7 @@ from rich.console import Console
 from dspark_fast.cli import options as o
 from dspark_fast.cli.app import app
 from dspark_fast.cli.session import Session, Settings, note, plain_errors, quiet
+from dspark_fast.writing import write_whole
 
 if TYPE_CHECKING:
     from dspark_fast.benchmark import Pair
@@ -170,7 +171,7 @@ def bench(
                 raise typer.Exit(1) from None
         line = json.dumps(report, indent=1)
         if out is not None:
-            _write(out, line + "\n")
+            write_whole(out, line + "\n")
     if as_json:
         print(json.dumps(report))
     else:
@@ -215,17 +216,6 @@ def _unwritable(path: Path) -> str | None:
     if not folder.is_dir():
         return f"there is no folder {folder}"
     return None if os.access(folder, os.W_OK) else f"the folder {folder} is read-only"
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: what was there before stays until then."""
-    path = path.resolve()  # a link stays one
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _numbers(text: str | None, option: str) -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -136,7 +138,8 @@ def evaluate(
         ),
     ] = None,
     plots: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Draw eval_tau.png and eval_positions.png there.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Draw eval_tau.png and eval_positions.png there, in a new folder too."),
     ] = None,
 ) -> None:
     """Measure the acceptance length tau of a drafter, by domain, temperature and block position.
@@ -147,27 +150,32 @@ def evaluate(
     that those before it were. The row mean is the plain mean of tau over the domains (with --held-out: over math, code,
     chat, list and short); all is pooled over all rounds.
     """
-    _check(prompts or [], held_out, per_domain, out, plots)
+    _check(prompts or [], held_out, per_domain, out)
     with session.plain_errors():
         session.quiet()
+        from dspark_fast.evaluation.lock import alone
+        from dspark_fast.writing import write_whole
+
         if plots is not None:
-            _need_matplotlib()
-        pair = _load(model, draft, autoregressive, first_layers, block_size, dtype.value, device)
-        asked = _questions(pair.tokenizer, prompts or [], held_out or per_domain is not None, per_domain)
-        settings = {
-            "max_new_tokens": max_new_tokens,
-            "batch_size": batch_size,
-            "seed": seed,
-            "confidence_threshold": confidence_threshold,
-            "use_markov": not no_markov,
-            "first_turns": first_turns,
-        }
-        results = _measure(pair, asked, sorted({*(temperature or (0.0, 1.0))}), out, settings)
-        timed = _time(pair, asked.prompts, results) if speed else None
-        report = _report(model, pair, asked, first_turns, results, timed)
-        line = json.dumps(report)
-        if out is not None:
-            out.write_text(line + "\n", encoding="utf-8")
+            _make_folder(plots)
+        own = _own_prompts(prompts or [])
+        with contextlib.nullcontext() if out is None else alone(_rows(out)):  # from the first row to the last word
+            pair = _load(model, draft, autoregressive, first_layers, block_size, dtype.value, device)
+            asked = own or _questions(pair.tokenizer, held_out or per_domain is not None, per_domain)
+            settings = {
+                "max_new_tokens": max_new_tokens,
+                "batch_size": batch_size,
+                "seed": seed,
+                "confidence_threshold": confidence_threshold,
+                "use_markov": not no_markov,
+                "first_turns": first_turns,
+            }
+            results = _measure(pair, asked, sorted({*(temperature or (0.0, 1.0))}), out, settings)
+            timed = _time(pair, asked.prompts, results) if speed else None
+            report = _report(model, pair, asked, first_turns, results, timed)
+            line = json.dumps(report)
+            if out is not None:
+                write_whole(out, line + "\n")
         if plots is not None:
             _draw(results, plots, f"{model.rpartition('/')[2]}, drafter: {pair.name}")
     if as_json:
@@ -176,8 +184,8 @@ def evaluate(
         _show(results, report)
 
 
-def _check(files: list[Path], held_out: bool, per_domain: int | None, out: Path | None, plots: Path | None) -> None:
-    """What can be told before anything is loaded."""
+def _check(files: list[Path], held_out: bool, per_domain: int | None, out: Path | None) -> None:
+    """What can be told of the arguments alone."""
     missing = [str(path) for path in files if not path.is_file()]
     if missing:
         raise typer.BadParameter(f"no such file: {', '.join(missing)}", param_hint="'--prompts'")
@@ -185,16 +193,42 @@ def _check(files: list[Path], held_out: bool, per_domain: int | None, out: Path 
         raise typer.BadParameter("your own prompts or the held-out ones, not both", param_hint="'--prompts'")
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise typer.BadParameter(f"{out} cannot be written: it is a folder, or in none", param_hint="'--out'")
-    if plots is not None and not plots.is_dir():
-        raise typer.BadParameter(f"{plots} is no folder", param_hint="'--plots'")
+    if out is not None and out.exists() and not out.is_file():  # a device would be replaced by a file
+        raise typer.BadParameter(f"{out} is no file: print the object with --json", param_hint="'--out'")
 
 
-def _need_matplotlib() -> None:
-    """Raises ValueError now rather than after minutes of work."""
+def _make_folder(plots: Path) -> None:
+    """Raises ValueError now rather than after minutes of work: without matplotlib, or if nothing can be drawn there."""
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
         raise ValueError('--plots needs matplotlib: pip install "dspark-fast[plots]"')
+    try:
+        plots.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=plots):
+            pass
+    except OSError as error:
+        raise ValueError(f"--plots is {plots}, where no plot can be written: {error.strerror}") from None
+
+
+def _own_prompts(files: list[Path]) -> Questions | None:
+    """What stands in the user's files, which is read before a model is; None without files.
+
+    Raises:
+        ValueError: for a line that is no prompt, with file and line number; for two prompts of one name.
+    """
+    if not files:
+        return None
+    from dspark_fast.evaluation.prompts import check_names, read_prompt_file
+
+    prompts = [one for path in files for one in read_prompt_file(path)]
+    check_names(prompts)
+    return Questions(prompts, [str(path) for path in files])
+
+
+def _rows(out: Path) -> Path:
+    """Where the batches that are done stand."""
+    return out.with_name(f"{out.stem}.rows.jsonl")
 
 
 def _load(
@@ -228,16 +262,13 @@ def _load(
     )
 
 
-def _questions(tokenizer: Any, files: list[Path], held_out: bool, per_domain: int | None) -> Questions:
-    from dspark_fast.evaluation import read_prompt_file, shipped_prompts
+def _questions(tokenizer: Any, held_out: bool, per_domain: int | None) -> Questions:
+    """Our own prompts."""
+    from dspark_fast.evaluation import MEAN_OF, held_out_prompts, shipped_prompts
 
-    if files:
-        return Questions([one for path in files for one in read_prompt_file(path)], [str(path) for path in files])
     if held_out:
-        from dspark_fast.training.evaluate import MEAN_OF, held_out_questions
-
         number = per_domain or _PER_DOMAIN
-        return Questions(held_out_questions(tokenizer, number), f"held-out, {number} per domain", MEAN_OF)
+        return Questions(held_out_prompts(tokenizer, number), f"held-out, {number} per domain", MEAN_OF)
     return Questions(shipped_prompts(), "shipped")
 
 
@@ -247,7 +278,7 @@ def _measure(
     """At one temperature after the other, with a bar for each on a terminal."""
     from dspark_fast.evaluation import evaluate
 
-    rows = None if out is None else out.with_name(f"{out.stem}.rows.jsonl")
+    rows = None if out is None else _rows(out)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("prompts, elapsed"))
     columns += (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())

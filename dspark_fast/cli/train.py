@@ -172,7 +172,6 @@ def _run(
     from dspark_fast.targets import load_target
     from dspark_fast.training import recipe as stages
     from dspark_fast.training.card import write_card
-    from dspark_fast.training.evaluate import with_mean
     from dspark_fast.training.plot import plot_training
     from dspark_fast.training.preflight import preflight
     from dspark_fast.training.workers import Workers
@@ -249,7 +248,7 @@ def _run(
         measure_command=shlex.join([*measure, "--held-out", "--per-domain", str(per_domain), "--temperature", "0"]),
         trained_on=_trained_on(describe(str(model.device)), workers.count),
     )
-    for one in with_mean(acceptance):
+    for one in acceptance:
         console.print(f"{one.domain:>8}: acceptance length {one.tau:.2f} on {one.prompts} held-out prompts")
     console.print(f"The drafter is in {folder}; use it with --draft {folder}")
 

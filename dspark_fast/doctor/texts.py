@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from dspark_fast.engine.taps import tapped
+from dspark_fast.evaluation.held_out import built_in_prompts
 from dspark_fast.generation import generate
 from dspark_fast.training.blocks import block_labels
-from dspark_fast.training.evaluate import built_in_prompts
 from dspark_fast.training.prompts import read_prompts
 from dspark_fast.training.responses import stop_tokens
 

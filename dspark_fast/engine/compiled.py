@@ -43,7 +43,10 @@ def modes(model: nn.Module) -> tuple[Hashable, ...]:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """For our own compiled passes: elsewhere in a call everything runs eagerly."""
+    """Around rounds of compiled passes: elsewhere in a call everything runs eagerly.
+
+    Entered once a call: 0.1 ms each, before every pass, was 1 % of a round.
+    """
     with torch.compiler.set_stance("default"), torch._dynamo.config.patch(recompile_limit=MOST):
         yield
 
@@ -63,14 +66,16 @@ def chosen(model: nn.Module, shape: Hashable, plain: Pass, compiled: Pass, *, wh
     known, shape = _faster.setdefault(model, {}), (what, shape, *modes(model))
     if shape not in known:
         try:
-            compiled()
+            with compiling():
+                compiled()
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             reason = str(error).strip().splitlines()[0]
             warnings.warn(f"{what} cannot be compiled and runs plainly: {reason}", stacklevel=2)
             known[shape] = False
             return False
         device = next(model.parameters()).device
-        pairs = [(_seconds(plain, device), _seconds(compiled, device)) for _ in range(PAIRS)]
+        with compiling():
+            pairs = [(_seconds(plain, device), _seconds(compiled, device)) for _ in range(PAIRS)]
         known[shape] = statistics.median(one / other for one, other in pairs) > worth
     return known[shape]
 

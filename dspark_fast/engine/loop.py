@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,7 @@ from dspark_fast.engine import graphs
 from dspark_fast.engine.attention import alone
 from dspark_fast.engine.cache import RaggedCache
 from dspark_fast.engine.capacity import bucket, room
+from dspark_fast.engine.compiled import compiling
 from dspark_fast.engine.graphs import Workspace
 from dspark_fast.engine.outputs import Outputs
 from dspark_fast.engine.own_past import OwnPast
@@ -105,7 +106,7 @@ def decode(
     with alone(), torch.cuda.device_of(prompts), _workspace(model, drafter, prompts, prompt_lengths, plan) as work:
         reader = Reader(work.state, stats, lag=int(plan.graph), stopping=plan.stopping, on_commit=plan.on_commit)
         cache = work.cache if plan.path == "ragged" else plan.quantised
-        with driven(model, work.drafter.target_layer_ids, cache) as target:
+        with driven(model, work.drafter.target_layer_ids, cache) as target, ExitStack() as stack:
             rounds = Round(target, work.drafter, work.state, work.sampling, plan.outputs, None if plan.graph else clock)
             with clock.part("prefill"):
                 _prefill(rounds, work, prompts, prompt_lengths, plan.past, stats)
@@ -116,9 +117,11 @@ def decode(
                 with clock.part("compilation"):
                     blocks = {work.drafter.block_size + 1, *([1] if plan.switch is not None else [])}
                     stats.compiled = target.compile(len(prompts), sorted(blocks), reader.longest)
+                    if stats.compiled:
+                        stack.enter_context(compiling())
                     # On a GPU the round is a graph, in which the drafter's kernels wait for nobody.
                     if stats.compiled and prompts.device.type == "cpu" and hasattr(work.drafter, "compile"):
-                        work.drafter.compile(work.state.lengths - 1, model.dtype)
+                        work.drafter.compile(work.state.lengths - 1)
             leaving = _may_leave(plan, work.drafter, stats)
             # Where shapes are fixed there is one length.
             paced = plan.switch is not None and not (plan.graph or stats.compiled)

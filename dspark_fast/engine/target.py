@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 
 from dspark_fast.engine.attention import attending, check_attended, ragged
 from dspark_fast.engine.cache import RaggedCache
-from dspark_fast.engine.compiled import chosen, compiling
+from dspark_fast.engine.compiled import chosen
 from dspark_fast.engine.own_cache import OnFeatures, OwnCacheTarget
 from dspark_fast.engine.positions import learned_positions
 from dspark_fast.engine.taps import Taps, tapped
@@ -118,7 +118,7 @@ class RaggedTarget:
         Returns:
             Logits ``[B, T, V]``, features ``[B, T, m*H]`` (None without taps).
         """
-        return self._quickly(ids) if ids.shape[1] in self._compiled else self._pass(ids, end)
+        return _compiled_pass()(self, ids, None) if ids.shape[1] in self._compiled else self._pass(ids, end)
 
     @property
     def compiled(self) -> bool:
@@ -127,7 +127,8 @@ class RaggedTarget:
     def compile(self, batch: int, lengths: Sequence[int], longest: int) -> bool:
         """Compile the passes over blocks of these lengths, where that is faster; after the prefill.
 
-        Their shapes are fixed: from here on ``end`` counts for nothing there, and the cache must not grow.
+        They are to run inside :func:`~dspark_fast.engine.compiled.compiling`. Their shapes are fixed: from here on
+        ``end`` counts for nothing there, and the cache must not grow.
 
         Args:
             batch: rows.
@@ -145,14 +146,10 @@ class RaggedTarget:
             plainly = partial(self._pass, ids, min(longest + length, cache.capacity))
             # Behind fixed shapes finished rows stay and all drafts are verified, which in a batch on a CPU costs more.
             worth = 1.15 if batch > 1 and device.type == "cpu" else 1.0
-            quickly = partial(self._quickly, ids)
+            quickly = partial(_compiled_pass(), self, ids, None)
             if chosen(self.model, shape, plainly, quickly, what="the target's pass", worth=worth):
                 self._compiled.add(length)
         return self.compiled
-
-    def _quickly(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        with compiling():
-            return _compiled_pass()(self, ids, None)
 
     def _pass(self, ids: torch.Tensor, end: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         positions = self.cache.begin(ids.shape[1], end)

@@ -2,7 +2,8 @@
 
 The interface, which keeps its names::
 
-    prompts = shipped_prompts()                      # or read_prompt_file("mine.jsonl"): a list of Prompt
+    prompts = shipped_prompts()                      # a list of Prompt; or read_prompt_file("mine.jsonl"), or
+    prompts = held_out_prompts(tokenizer, 16)        # what no training run sees; cards' mean is over MEAN_OF
     result = evaluate(model, drafter, tokenizer, prompts, temperature=1.0, max_new_tokens=128, batch_size=8, seed=0)
     result.domains["maths"].tau                      # Counts: tau, proposals, verify_rate, survival, conditional
     result.pooled.conditional[0]                     # all domains' rounds together
@@ -18,6 +19,7 @@ With ``rows="run.rows.jsonl"`` what is done is kept on disk, and a second call g
 """
 
 from dspark_fast.evaluation.counts import Counts
+from dspark_fast.evaluation.held_out import MEAN_OF, held_out_prompts
 from dspark_fast.evaluation.pair import Pair, load_pair
 from dspark_fast.evaluation.plots import plot_positions, plot_tau
 from dspark_fast.evaluation.prompts import read_prompt_file, shipped_prompts
@@ -33,6 +35,8 @@ __all__ = [
     "Prompt",
     "shipped_prompts",
     "read_prompt_file",
+    "held_out_prompts",
+    "MEAN_OF",
     "plot_tau",
     "plot_positions",
     "Pair",

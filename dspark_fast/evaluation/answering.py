@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,13 @@ from transformers import GenerationConfig
 
 from dspark_fast.generation import generate
 from dspark_fast.stats import Stats
+from dspark_fast.training.responses import stop_tokens
 
 UNCUT = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+# Of a model's generation configuration: what `answer` sets itself, and what says nothing of tokens.
+_OURS = {*UNCUT, "temperature", "do_sample", "repetition_penalty", "max_new_tokens", "max_length", "eos_token_id"}
+_NO_TOKENS = {"bos_token_id", "pad_token_id", "use_cache", "output_attentions", "output_hidden_states"}
+_NO_TOKENS |= {"output_scores", "output_logits", "return_dict_in_generate", "transformers_version"}
 
 
 def answer(
@@ -62,3 +68,14 @@ def answer(
     )
     counts = output.stats.new_tokens
     return [row[width : width + count] for row, count in zip(output.tolist(), counts, strict=True)], output.stats
+
+
+def model_rules(model: Any) -> dict[str, Any]:
+    """What of the model's own generation configuration :func:`answer` goes by, as plain data for JSON.
+
+    Its stop tokens, and what transformers takes from there since :func:`answer` says nothing of it
+    (``suppress_tokens``, ``no_repeat_ngram_size``, ...). Cuts, temperature and penalty are not among them.
+    """
+    theirs = model.generation_config.to_diff_dict()
+    rest = {name: theirs[name] for name in sorted(theirs) if name not in _OURS | _NO_TOKENS and name[0] != "_"}
+    return {"stop_tokens": sorted(stop_tokens(model)), "generation": json.loads(json.dumps(rest, default=str))}

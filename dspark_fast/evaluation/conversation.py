@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dspark_fast.evaluation.prompts import check_names
 from dspark_fast.training.prompts import Prompt
 from dspark_fast.training.responses import conversation_ids
 
@@ -34,6 +35,10 @@ class Talk:
             messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": question}]
         return conversation_ids(tokenizer, messages)
 
+    def last_ids(self, tokenizer: Any) -> list[int]:
+        """Token ids up to where the last answer begins, if each one before it is ``ok``."""
+        return self.input_ids(tokenizer, ["ok"] * len(self.prompt.follow_ups))
+
 
 def lay_out(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Talk]:
     """The prompts as conversations, in order.
@@ -48,21 +53,17 @@ def lay_out(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Talk]:
         raise ValueError("there are no prompts: accepted is one or more")
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the target has no chat template, which the prompts need: take an instruction-tuned target")
-    talks: dict[tuple[str, str], Talk] = {}
+    check_names(prompts)
+    talks = []
     for prompt in prompts:
-        name = prompt.domain, prompt.id
-        if name in talks:
-            raise ValueError(
-                f"two prompts of the domain {prompt.domain!r} have the id {prompt.id!r}: give each its own"
-            )
         talk = Talk(prompt, 0)
         try:
-            talks[name] = Talk(prompt, len(talk.input_ids(tokenizer, [])))
-            talk.input_ids(tokenizer, ["ok"] * len(prompt.follow_ups))
+            talks.append(Talk(prompt, len(talk.input_ids(tokenizer, []))))
+            talk.last_ids(tokenizer)
         except TemplateError as error:
             text = prompt.messages[-1]["content"][:40]
             raise ValueError(f"the target's chat template refuses the prompt {text!r}: {error}") from error
-    return list(talks.values())
+    return talks
 
 
 def check_room(model: Any, tokenizer: Any, talks: Sequence[Talk], max_new_tokens: int) -> None:
@@ -89,7 +90,7 @@ def check_room(model: Any, tokenizer: Any, talks: Sequence[Talk], max_new_tokens
 def _most_tokens(tokenizer: Any, talk: Talk, max_new_tokens: int) -> int:
     if talk.turns == 1:
         return talk.length + max_new_tokens
-    return len(talk.input_ids(tokenizer, ["ok"] * len(talk.prompt.follow_ups))) + talk.turns * max_new_tokens
+    return len(talk.last_ids(tokenizer)) + talk.turns * max_new_tokens
 
 
 def in_batches(talks: Sequence[Talk], size: int) -> list[list[Talk]]:

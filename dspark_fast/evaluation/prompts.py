@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -51,3 +52,16 @@ def read_prompt_file(path: str | Path) -> list[Prompt]:
             raise ValueError(f'{path}:{number}: "id" {one.id!r} is that of line {first} too: each must have its own')
         found.append(one)
     return found
+
+
+def check_names(prompts: Iterable[Prompt]) -> None:
+    """An id stands once in a domain, of several files too: it is what a prompt's seed and its row in a file go by.
+
+    Raises:
+        ValueError: naming the domain and the id that stand twice.
+    """
+    known: set[tuple[str, str]] = set()
+    for one in prompts:
+        if (one.domain, one.id) in known:
+            raise ValueError(f"two prompts of the domain {one.domain!r} have the id {one.id!r}: give each its own")
+        known.add((one.domain, one.id))

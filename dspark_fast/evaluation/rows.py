@@ -120,7 +120,9 @@ class Rows:
         ours = json.loads(json.dumps(settings))
         names = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
         if names:
-            told = "; ".join(f"{name} was {theirs.get(name)!r} and is {ours.get(name)!r}" for name in names)
+            # An earlier version did not note all of it; what is not known to be the same counts as another.
+            before = {name: f"was {theirs[name]!r}" if name in theirs else "was not noted" for name in names}
+            told = "; ".join(f"{name} {before[name]} and is {ours.get(name)!r}" for name in names)
             raise ValueError(
                 f"{self._path} was begun with other settings ({told}): give the same ones again, write elsewhere, or "
                 "delete it to begin anew"

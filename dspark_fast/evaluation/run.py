@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from dspark_fast.autoregressive import AutoregressiveDrafter
 from dspark_fast.draft import DSparkDraft
-from dspark_fast.evaluation.answering import answer
+from dspark_fast.evaluation.answering import answer, model_rules
 from dspark_fast.evaluation.conversation import Talk, check_room, in_batches, lay_out
 from dspark_fast.evaluation.counts import Counts, pooled
 from dspark_fast.evaluation.result import Evaluation, PromptResult
@@ -62,7 +62,9 @@ def evaluate(
         first_turns: ask nothing after the first answer.
         mean_of: domains that ``mean_tau`` is the mean of; None: all of them.
         rows: a JSONL file to keep each batch in as soon as it is done. A call with the same settings goes on from it,
-            and gives what one call would have; several temperatures may share it.
+            and gives what one call would have; several temperatures may share it. Settings are also the models, the
+            prompts' token ids and the model's stop tokens. One process at a time: see
+            :func:`~dspark_fast.evaluation.lock.alone`.
         on_progress: told how many prompts are done, at the start too.
 
     Raises:
@@ -87,7 +89,7 @@ def evaluate(
     check_room(model, tokenizer, talks, max_new_tokens)
     block = drafter.config.block_size if isinstance(drafter, DSparkDraft) else drafter.block_size
     settings = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed, **drafting}
-    kept = Rows(rows, {**settings, **_identity(model, drafter, block, prompts)})
+    kept = Rows(rows, settings if rows is None else {**settings, **_identity(model, drafter, block, tokenizer, talks)})
     groups = in_batches(talks, batch_size)
     keys = [(temperature, group[0].prompt.domain, tuple(talk.prompt.id for talk in group)) for group in groups]
     done = sum(len(key[2]) for key in keys if key in kept.batches)
@@ -142,15 +144,25 @@ def _seed(seed: int, prompt: Prompt, turn: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def _identity(model: PreTrainedModel, drafter: Any, block: int, prompts: list[Prompt]) -> dict[str, Any]:
+def _identity(
+    model: PreTrainedModel, drafter: Any, block: int, tokenizer: Any, talks: Sequence[Talk]
+) -> dict[str, Any]:
     """What else the rows depend on."""
     machine = describe(str(model.device))
     inner = getattr(drafter, "draft", drafter)
-    content = json.dumps([[one.domain, one.id, one.messages, one.follow_ups] for one in prompts])
+    prompts = [talk.prompt for talk in talks]
+    # The same prompts are other tokens by another tokenizer or chat template, or by one that tells the date.
+    ids = [[talk.input_ids(tokenizer, []), talk.last_ids(tokenizer)] for talk in talks]
     return {
         "target": f"{type(model).__name__} {fingerprint(model)}",
         "drafter": f"{type(drafter).__name__}, block size {block}, {fingerprint(inner)}",
-        "prompts": f"{len(prompts)}, {hashlib.sha256(content.encode()).hexdigest()[:12]}",
+        "prompts": f"{len(prompts)}, {_digest([[p.domain, p.id, p.messages, p.follow_ups] for p in prompts])}",
+        "prompt_ids": f"{sum(len(first) for first, _ in ids)}, {_digest(ids)}",
+        **model_rules(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         **{name: machine[name] for name in ("device", "torch", "transformers", "dspark_fast")},
     }
+
+
+def _digest(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:12]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from dspark_fast.report.measurement import Measurement
+from dspark_fast.writing import write_whole
 
 FILE = "report.json"
 VERSION = 1
@@ -102,6 +102,4 @@ class Store:
 
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_suffix(".tmp")
-        aside.write_text(json.dumps(self.data, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(aside, self.path)  # whole or not at all
+        write_whole(self.path, json.dumps(self.data, allow_nan=False) + "\n")

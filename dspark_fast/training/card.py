@@ -12,7 +12,8 @@ from safetensors import safe_open
 
 from dspark_fast.checkpoint import indexed_files
 from dspark_fast.config import DSparkConfig
-from dspark_fast.training.evaluate import MEAN_OF, Acceptance, with_mean
+from dspark_fast.evaluation import MEAN_OF
+from dspark_fast.training.acceptance import Acceptance
 from dspark_fast.training.recipe import Recipe
 from dspark_fast.training.trainer import TrainSettings
 
@@ -43,7 +44,7 @@ def write_card(
         recipe: what was asked for.
         command: the exact command line that trained it.
         metrics: the trainer's ``metrics.jsonl``.
-        acceptance: from :func:`~dspark_fast.training.evaluate.measure_acceptance`.
+        acceptance: from :func:`~dspark_fast.training.recipe.measure`.
         answer_tokens: of the target's own answers that there were to train on, held-out ones not counted.
         measure_command: the command line that measures ``acceptance`` again.
         begins: what the drafter began as, in words.
@@ -161,7 +162,7 @@ def _approximations(train: TrainSettings, config: DSparkConfig) -> str:
 def _table(acceptance: Sequence[Acceptance], block: int) -> str:
     slots = "".join(f" slot {slot + 1} |" for slot in range(block))
     lines = [f"| prompts | number | tau |{slots}", "|---|---|---|" + "---|" * block]
-    for one in with_mean(acceptance):
+    for one in acceptance:
         shares = [f"{share:.2f}" if not math.isnan(share) else "-" for share in one.by_position]
         cells = [one.domain, str(one.prompts), f"{one.tau:.2f}", *shares, *[""] * (block - len(shares))]
         lines.append(f"| {' | '.join(cells)} |")

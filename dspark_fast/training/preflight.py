@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +12,15 @@ import torch
 from jinja2 import TemplateError
 
 from dspark_fast.config import DSparkConfig
+from dspark_fast.evaluation import held_out_prompts
+from dspark_fast.evaluation.conversation import check_room, lay_out
 from dspark_fast.pairing import check_pair
 from dspark_fast.training import checkpoints
-from dspark_fast.training.evaluate import held_out_prompts
+from dspark_fast.training.acceptance import NEW_TOKENS
 from dspark_fast.training.features import check_head
 from dspark_fast.training.prompts import Prompt
 from dspark_fast.training.responses import conversation_ids, read_responses
+from dspark_fast.writing import write_whole
 
 if TYPE_CHECKING:
     from dspark_fast.training.recipe import Recipe
@@ -58,7 +60,7 @@ def preflight(
         raise ValueError("heads_only is set, but the drafter has neither a Markov nor a confidence head")
     if recipe.train.top_tokens > config.vocab_size:
         raise ValueError(f"top_tokens is {recipe.train.top_tokens}, and the vocabulary has {config.vocab_size} tokens")
-    held_out_prompts(tokenizer, per_domain)
+    check_room(model, tokenizer, lay_out(tokenizer, held_out_prompts(tokenizer, per_domain)), NEW_TOKENS)
     _same_run(folder, run_of(model, recipe))
     if not recipe.live:
         for name in ("held-out", "train"):
@@ -173,9 +175,7 @@ def note_run(folder: Path, ours: dict[str, Any], **more: Any) -> None:
     """
     theirs = _same_run(folder, ours)
     folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / ".run.json"
-    aside.write_text(json.dumps({**theirs, **ours, **more}, indent=2) + "\n", encoding="utf-8")
-    os.replace(aside, folder / "run.json")  # a kill leaves a whole one
+    write_whole(folder / "run.json", json.dumps({**theirs, **ours, **more}, indent=2) + "\n")
 
 
 def answer_tokens(folder: Path) -> int:

@@ -13,7 +13,8 @@ import torch
 
 from dspark_fast.config import DSparkConfig
 from dspark_fast.draft import DSparkDraft
-from dspark_fast.training.evaluate import Acceptance, held_out_prompts, measure_acceptance, with_mean
+from dspark_fast.evaluation import MEAN_OF, evaluate, held_out_prompts
+from dspark_fast.training.acceptance import NEW_TOKENS, Acceptance, acceptance_rows
 from dspark_fast.training.features import Batches, CachedFeatures, LiveFeatures, check_head, write_features
 from dspark_fast.training.initialise import initialise_from_target
 from dspark_fast.training.preflight import INITIALISE, accepted, answer_tokens, note_run, read_run, run_of, written_with
@@ -22,6 +23,7 @@ from dspark_fast.training.responses import Response, generate_responses, merge_p
 from dspark_fast.training.trainer import Trainer, TrainSettings
 from dspark_fast.training.workers import Workers
 from dspark_fast.vocabulary import restricted
+from dspark_fast.writing import write_whole
 
 HELD_OUT_TOGETHER = 8  # sequences per batch, whatever --sequences is: evaluation looks at the first 8 batches
 
@@ -224,11 +226,17 @@ def measure(
     per_domain: int = 16,
     on_progress: OnProgress = lambda stage, done, of: None,
 ) -> list[Acceptance]:
-    """Stage 4: greedy acceptance length on the built-in held-out prompts, written to ``acceptance.json``."""
+    """Stage 4: greedy acceptance length on the built-in held-out prompts; the rows, as in ``acceptance.json``."""
     prompts = held_out_prompts(tokenizer, per_domain)
-    results = measure_acceptance(
-        model, draft, prompts, on_progress=lambda done: on_progress("measure", done, len(prompts))
+    result = evaluate(
+        model,
+        draft,
+        tokenizer,
+        prompts,
+        max_new_tokens=NEW_TOKENS,
+        mean_of=MEAN_OF,
+        on_progress=lambda done: on_progress("measure", done, len(prompts)),
     )
-    rows = [result.to_dict() for result in with_mean(results)]
-    (folder / "acceptance.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    return results
+    rows = acceptance_rows(result)
+    write_whole(folder / "acceptance.json", json.dumps([row.to_dict() for row in rows], indent=2) + "\n")
+    return rows
