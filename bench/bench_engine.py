@@ -32,7 +32,7 @@ from dspark_fast import ops
 from dspark_fast.draft import DSparkDraft
 from dspark_fast.engine.cache import RaggedCache
 from dspark_fast.engine.target import RaggedTarget, driven
-from dspark_fast.pairs import best_dtype
+from dspark_fast.pairs import best_dtype, draft_name
 
 PROMPTS = [
     "A train travels 60 km in 45 minutes. What is its average speed in km/h?",
@@ -253,9 +253,12 @@ def main() -> None:
     for part in arguments.only:
         found = getattr(bench, part)()
         found["machine"], found["dtype"] = describe(), str(bench.dtype)
+        found["draft"] = draft_name(arguments.model, arguments.draft)
         result["model"], result[part] = arguments.model, found
         file.write_text(json.dumps(result, indent=2) + "\n")
-        rows = found.get("rows") or [{key: value for key, value in found.items() if key not in ("machine", "dtype")}]
+        rows = found.get("rows") or [
+            {key: value for key, value in found.items() if key not in ("machine", "dtype", "draft")}
+        ]
         console.print(table(f"{part} ({arguments.model}, {bench.dtype})", rows))
         for key in ("mean_speedup", "outside"):
             if key in found:

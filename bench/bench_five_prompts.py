@@ -23,7 +23,7 @@ from rich.table import Table
 
 import dspark_fast
 from dspark_fast.compare import Comparison, compare
-from dspark_fast.pairs import best_dtype
+from dspark_fast.pairs import best_dtype, draft_name
 
 PROMPTS = {
     "maths": "A train travels 60 km in 45 minutes. What is its average speed in km/h?",
@@ -101,7 +101,8 @@ def main() -> None:
         "speedup": statistics.mean(one.speedup for one in fast.values()),
         "predicted_speedup": statistics.mean(one.predicted_speedup for one in fast.values()),
     }
-    result = {"machine": describe(), "model": arguments.model, "prompts": PROMPTS, "rows": rows, "mean": mean}
+    pair = {"model": arguments.model, "draft": draft_name(arguments.model, arguments.draft)}
+    result = {"machine": describe(), **pair, "prompts": PROMPTS, "rows": rows, "mean": mean}
     (results_folder() / "five_prompts.json").write_text(json.dumps(result, indent=2) + "\n")
 
     table = Table(title=f"{arguments.model}, greedy, {dtype}")

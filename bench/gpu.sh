@@ -132,7 +132,7 @@ else
     # Among these rows: 100 repeats of every kernel, which must be equal bit for bit.
     SHOWN=25 step tests 120 "${pytest[@]}" tests/kernels -m "gpu or not gpu" --durations=5
     if has transformers; then # which the targets of these tests are made with
-        SHOWN=12 step "engine and training tests" 120 "${pytest[@]}" tests/test_gpu_rounds.py tests/test_training.py tests/test_trainer.py tests/test_features.py \
+        SHOWN=12 step "engine and training tests" 120 "${pytest[@]}" tests/test_gpu_rounds.py tests/test_training.py tests/trainer tests/test_features.py \
             -m gpu --durations=3
     else
         skip "engine and training tests" "transformers is not installed, and wheels/ has none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from importlib import resources
@@ -83,11 +84,29 @@ def load(
 
 
 def draft_name(model: str, draft: str | os.PathLike[str] | None = None) -> str:
-    """What to call the drafter of ``load(model, draft=draft)``: as given, else the known one with where it is from."""
-    if draft is not None or model not in PAIRS:
-        return str(draft)
-    pair = PAIRS[model]
-    return f"dspark_fast/drafts/{pair.draft}" if pair.shipped else pair.draft
+    """What to call the drafter of ``load(model, draft=draft)``, in results too: as given, else the known one.
+
+    One in a folder is named with eight digits of its weights' hash: another may be trained into the same place.
+    """
+    folder, name = Path(str(draft)), str(draft)
+    if draft is None and model in PAIRS:
+        pair = PAIRS[model]
+        folder = _shipped(pair) if pair.shipped else Path(pair.draft)
+        name = f"dspark_fast/drafts/{pair.draft}" if pair.shipped else pair.draft
+    digest = weights_digest(folder.expanduser())
+    return name if digest is None else f"{name} ({digest})"
+
+
+def weights_digest(folder: Path) -> str | None:
+    """Eight hexadecimal digits of all weights in a folder; None if there are none."""
+    files, found = sorted(folder.glob("*.safetensors")), hashlib.sha256()
+    for file in files:
+        found.update(file.read_bytes())
+    return found.hexdigest()[:8] if files else None
+
+
+def _shipped(pair: Pair) -> Path:
+    return Path(str(resources.files("dspark_fast.drafts") / pair.draft))
 
 
 def best_device() -> torch.device:
@@ -141,7 +160,7 @@ def draft_folder(name: str, draft: str | os.PathLike[str] | None, *, progress: b
                 f"that has one: {', '.join(PAIRS)}"
             )
         if pair.shipped:
-            folder = Path(str(resources.files("dspark_fast.drafts") / pair.draft))
+            folder = _shipped(pair)
             if not (folder / "config.json").is_file():
                 raise TargetError(f"this installation lacks the drafter that ships with it, {folder}: install it again")
             return folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,19 +10,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from training_data import metrics_of, weights_of
 
 from dspark_fast.training import LossWeights, checkpoints
 
 FILES = ["best.safetensors", "checkpoint.safetensors", "metrics.jsonl"]
-
-
-def weights_of(draft):
-    return {name: value.detach().clone() for name, value in draft.state_dict().items()}
-
-
-def metrics_of(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "blocks_per_second"} for row in rows]
 
 
 class Stop(BaseException):

@@ -148,21 +148,23 @@ def test_tokens_are_the_same_at_any_pace(mode, verified, make_target, prompts, s
     assert paced.stats.rounds == len(drafted) and paced.stats.plain_steps == verified.count(1)
 
 
-def test_rejection_keeps_to_the_target_at_any_pace(verified, make_target, make_draft):
+@pytest.mark.parametrize("drafted", [{}, {"draft_vocab_size": 60}], ids=["all-tokens", "a-part"])
+def test_rejection_keeps_to_the_target_at_any_pace(drafted, verified, make_target, make_draft):
     """A top-1 cut leaves one token, whoever draws it."""
     model, ids = make_target(), torch.tensor([[5, 6, 7], [8, 9, 10]])
     truth = model.generate(ids, max_new_tokens=40, do_sample=False)
     settings = {"max_new_tokens": 40, "do_sample": True, "top_k": 1}
     verified.clear()
-    seeded = dspark_fast.generate(model, make_draft(model), ids, seed=3, **settings)
+    draft = make_draft(model, **drafted)
+    seeded = dspark_fast.generate(model, draft, ids, seed=3, **settings)
     assert torch.equal(seeded, truth) and set(verified) == {BLOCK + 1}  # its tokens must not hang on the clock
-    paced = dspark_fast.generate(model, make_draft(model), ids, off_switch=True, **settings)
+    paced = dspark_fast.generate(model, draft, ids, off_switch=True, **settings)
     assert torch.equal(paced, truth) and len(set(verified)) >= 3
 
 
 def test_the_length_is_fixed_before_a_round_drafts(verified, monkeypatch, make_target, make_draft, prompts):
     """It hangs on what was accepted before, in all rows, and cannot on what it judges."""
-    said, drafts, propose = [], Pace.drafts, DSparkDrafter.propose
+    said, made, drafts, propose = [], [], Pace.drafts, DSparkDrafter.propose
 
     def asked(self, rows):
         said.append(drafts(self, rows))
@@ -170,7 +172,9 @@ def test_the_length_is_fixed_before_a_round_drafts(verified, monkeypatch, make_t
 
     def proposed(self, anchor, position, noise):
         said.append("drafts")
-        return propose(self, anchor, position, noise)
+        proposal = propose(self, anchor, position, noise)
+        made.append(proposal.tokens.shape[1])
+        return proposal
 
     monkeypatch.setattr(Pace, "drafts", asked)
     monkeypatch.setattr(DSparkDrafter, "propose", proposed)
@@ -180,6 +184,7 @@ def test_the_length_is_fixed_before_a_round_drafts(verified, monkeypatch, make_t
     dspark_fast.generate(model, make_draft(model), batch.input_ids, **settings)
     lengths = [before for before, one in pairwise(said) if one == "drafts"]
     assert lengths == [width - 1 for width in verified if width > 1] and len(set(lengths)) >= 2
+    assert made == lengths  # slots that are not read are not drafted
 
 
 def test_a_drafter_that_pays_for_each_draft_makes_no_others(verified, monkeypatch, make_target, prompts):

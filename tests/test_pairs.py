@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import dspark_fast
 from dspark_fast import pairs
-from dspark_fast.pairs import PAIRS, Pair, best_dtype, load
+from dspark_fast.pairs import PAIRS, Pair, best_dtype, draft_name, load
 from dspark_fast.targets import TargetError
 
 SHIPPED = [name for name, pair in PAIRS.items() if pair.shipped]
@@ -136,3 +139,19 @@ def test_what_ships_is_whole(name):
         pytest.skip("this checkout has no trained drafter yet")
     dspark_fast.DSparkDraft.config_class.from_pretrained(folder).check()
     assert {"config.json", "model.safetensors", "README.md"} <= {path.name for path in folder.iterdir()}
+
+
+def test_a_drafter_is_named_with_its_weights(tmp_path):
+    """Results say which one they are of, also if another was trained into the same folder since."""
+    known = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    shipped = draft_name(known)
+    assert re.fullmatch(r"dspark_fast/drafts/SmolLM2-135M-Instruct \([0-9a-f]{8}\)", shipped)
+    assert (
+        draft_name("Qwen/Qwen3-4B") == PAIRS["Qwen/Qwen3-4B"].draft
+        and draft_name(known, "some/hub-name") == "some/hub-name"
+    )
+    names = set()
+    for value in (1.0, 2.0, 1.0):
+        save_file({"weight": torch.full((3,), value)}, tmp_path / "model.safetensors")
+        names.add(draft_name(known, tmp_path))
+    assert len(names) == 2 and all(name.startswith(f"{tmp_path} (") for name in names)

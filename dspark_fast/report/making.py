@@ -101,7 +101,7 @@ class ReportSettings:
         return {
             **asdict(self),
             "prompts": f"{name} {hashlib.sha256(asked.encode()).hexdigest()[:12]}",
-            "draft_digest": _contents(self.draft),
+            "drafter": draft_name(self.model, self.draft),
         }
 
 
@@ -163,15 +163,6 @@ def run(
         (out / PAGE).write_text(text, encoding="utf-8")
         files.append(out / PAGE)
     return files
-
-
-def _contents(draft: str | None) -> str | None:
-    """What stands in a drafter's folder: one may be trained into the same folder again. None for other names."""
-    files = sorted(Path(draft).glob("*.safetensors")) if draft is not None else []
-    found = hashlib.sha256()
-    for file in files:
-        found.update(file.read_bytes())
-    return found.hexdigest()[:12] if files else None
 
 
 def _draw(one: Measurement, out: Path) -> Path:
