@@ -55,6 +55,6 @@ def test_one_of_two_in_turn(tmp_path):
 
 
 def test_where_nothing_can_be_written(tmp_path):
-    with pytest.raises(ValueError, match="/nowhere/rows cannot be written: there is no folder .*/nowhere"):
+    with pytest.raises(ValueError, match=r"/nowhere/rows cannot be written: there is no folder .*/nowhere"):
         with alone(tmp_path / "nowhere" / "rows"):
             pass

@@ -188,8 +188,9 @@ def test_tokens_are_the_same_switched_off_or_not(mode, clock, make_target, promp
     assert [one.stats.off_switch for one in (never, lost, won)] == [False, True, True]
 
 
-def test_the_drafter_hears_of_plain_steps(clock, make_target, make_draft, prompts):
+def test_the_drafter_hears_of_plain_steps(clock, monkeypatch, make_target, make_draft, prompts):
     """Its context is whole when it is tried again: it drafts as one that was never switched off."""
+    monkeypatch.setattr(loop.Pace, "drafts", lambda self, rows: BLOCK)  # shorter blocks have other drafts in them
     model, batch = make_target(), prompts((7, 2))
     settings = {"attention_mask": batch.attention_mask, "max_new_tokens": 90, "do_sample": False}
     drafted = []
