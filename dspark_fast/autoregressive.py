@@ -95,7 +95,7 @@ class AutoregressiveDrafter:
             torch.zeros(batch, capacity, dtype=torch.long, device=device),
             torch.zeros(batch, dtype=torch.long, device=device),
         )
-        self._proposed = False
+        self._proposed, self.most = False, None
 
     def grow(self, capacity: int) -> None:
         self.context.cache.grow(capacity)

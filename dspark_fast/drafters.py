@@ -12,7 +12,7 @@ import torch
 from dspark_fast import ops
 from dspark_fast.draft import DSparkDraft
 from dspark_fast.engine.cache import widened
-from dspark_fast.engine.compiled import chosen
+from dspark_fast.engine.compiled import chosen, hindrance
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Drafter(Protocol):
 
     One that also has ``capturable`` and ``restart`` (see :class:`DSparkDrafter`) can be part of a CUDA graph; one that
     has ``context`` and ``resume`` goes on from ``past_key_values``; with one that has ``select``, finished rows leave
-    the batch; one that has ``compile`` is compiled along with the target; one that has ``most`` is told there how many
-    drafts of the next round will be read at most, None for all.
+    the batch; one that has ``compile_block`` is compiled along with the target; one that has ``most`` is told there how
+    many drafts of the next round will be read at most, None for all.
     """
 
     #: most tokens it proposes in a round
@@ -151,9 +151,8 @@ class DSparkDrafter:
         confidence_threshold: cut the block before its first slot whose confidence is lower; 0 keeps it whole.
 
     Attributes:
-        most: draft in blocks of so many slots at most; None for whole ones. Where the loop reads three of five drafts,
-            the slots behind them cost a batch of 8 on a CPU 5 % of a round, and the first three are accepted as often
-            without them, but for 1 % of tau.
+        most: draft in blocks of so many slots at most; None for whole ones. The slots in front of those that are left
+            out see other masks behind them than in training: their drafts may differ, and are accepted nearly as often.
 
     Raises:
         ValueError: for a threshold outside [0, 1], or above 0 for a drafter without a confidence head.
@@ -179,7 +178,7 @@ class DSparkDrafter:
         self.context = Context(self.draft, keys, values, torch.zeros(batch, dtype=torch.long, device=device))
         self._block = torch.arange(self.block_size, device=device)
         self._logits: torch.Tensor | None = None
-        self._compiled = False
+        self._compiled, self.most = False, None
 
     def grow(self, capacity: int) -> None:
         context = self.context
@@ -205,7 +204,7 @@ class DSparkDrafter:
         )
         self._logits, self._compiled = None, False
 
-    def compile(self, position: torch.Tensor) -> bool:
+    def compile_block(self, position: torch.Tensor) -> bool:
         """Compile the pass over a block, where that is faster; after the prefill.
 
         It is to run inside :func:`~dspark_fast.engine.compiled.compiling`. Its shape is fixed: from here on the context
@@ -218,6 +217,8 @@ class DSparkDrafter:
             Whether that is faster.
         """
         draft, anchor = self.draft, torch.zeros_like(position)
+        if hindrance(draft) is not None:
+            return False
         plainly = partial(self._block_pass, anchor, position)
         quickly = partial(_compiled_block(), self, anchor, position)
         shape = (*self.context.keys.shape, self.block_size, str(draft.dtype), str(draft.device))

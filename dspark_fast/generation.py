@@ -309,8 +309,9 @@ def decoding(
         use_markov: false drops the Markov bias.
         off_switch: decode plainly for a while when speculation is measured to lose, and try again; and verify no more
             drafts of a block than are measured to pay. Which tokens are drafted then depends on the clock: greedy and
-            coupled output does not change by it, in rejection mode a seed does not give the same tokens again. None:
-            on, but off in rejection mode with ``seed`` or ``generator``.
+            coupled output does not change by it (in 16 bits a near-tie may fall otherwise, since passes of other widths
+            round otherwise), in rejection mode a seed does not give the same tokens again. None: on, but off in
+            rejection mode with ``seed`` or ``generator``.
         use_graph: replay rounds as CUDA graphs, which keep the caches' memory for the next call
             (:func:`dspark_fast.clear_graphs` frees it). None: where that works. The tokens are the same.
         compile_target: compile the target's pass over a block with ``torch.compile``, and use that if it is measured to

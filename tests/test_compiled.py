@@ -52,6 +52,7 @@ def test_the_tokens_are_the_same_and_nothing_is_compiled_twice(
     monkeypatch.setattr(DSparkDrafter, "_block_pass", gone)
     again = dspark_fast.generate(model, draft, batch.input_ids, compile_target=True, **settings)
     assert torch.equal(again, truth) and counters["stats"]["unique_graphs"] == graphs
+    assert again.stats.acceptance_lengths == truth.stats.acceptance_lengths
     assert list(compiled._faster[draft].values()) == [True]
 
 
@@ -75,6 +76,52 @@ def test_the_plain_pass_is_kept_where_it_is_faster(clock, make_target, make_draf
     out = dspark_fast.generate(model, draft, batch.input_ids, compile_target=True, **settings)
     assert not out.stats.compiled and list(compiled._faster[model].values()) == [False, False]
     assert torch.equal(out, dspark_fast.generate(model, draft, batch.input_ids, **settings))
+
+
+def test_a_drafter_of_the_users_that_is_a_module(clock, make_target, make_draft, prompts):
+    """Every module has a method ``compile``, which is another thing."""
+
+    class Theirs(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            object.__setattr__(self, "inner", inner)
+
+        def __getattr__(self, name):
+            if name == "compile_block":
+                raise AttributeError(name)
+            return getattr(object.__getattribute__(self, "inner"), name)
+
+    clock(2.0, 1.0)
+    model, batch = make_target(), prompts((4,))
+    settings = {"max_new_tokens": 8, "do_sample": False, "off_switch": False}
+    truth = dspark_fast.generate(model, None, batch.input_ids, **settings)
+    out = dspark_fast.generate(
+        model, Theirs(DSparkDrafter(make_draft(model))), batch.input_ids, compile_target=True, **settings
+    )
+    assert torch.equal(out, truth) and out.stats.compiled
+
+
+def test_a_call_takes_nothing_over_from_the_one_before(clock, make_target, make_draft, prompts):
+    """A drafter that was told to make fewer drafts makes whole blocks again."""
+    clock(2.0, 1.0)
+    model, batch = make_target(), prompts((4,))
+    drafter = DSparkDrafter(make_draft(model))
+    drafter.most = 2
+    settings = {"max_new_tokens": 16, "do_sample": False, "off_switch": False}
+    out = dspark_fast.generate(model, drafter, batch.input_ids, compile_target=True, **settings)
+    assert out.stats.proposed[-1] > 0 and counters["stats"]["unique_graphs"] == 2  # target and drafter, once each
+
+
+def test_a_drafter_with_hooks_runs_plainly(clock, make_target, make_draft, prompts):
+    clock(2.0, 1.0)
+    model, batch, seen = make_target(), prompts((4,)), []
+    draft = make_draft(model)
+    handle = draft.register_forward_hook(lambda module, arguments, output: seen.append(1))
+    out = dspark_fast.generate(
+        model, draft, batch.input_ids, max_new_tokens=8, do_sample=False, off_switch=False, compile_target=True
+    )
+    handle.remove()
+    assert out.stats.compiled and len(seen) == out.stats.rounds
 
 
 def test_plain_steps_of_the_switch_are_compiled_too(clock, make_target, make_draft, prompts):
@@ -116,3 +163,16 @@ def test_hooks_of_the_users_are_refused(make_target, make_draft, prompts):
             dspark_fast.generate(model, draft, batch.input_ids, max_new_tokens=4, compile_target=True)
     finally:
         handle.remove()
+
+
+@pytest.mark.parametrize("part", ["the model", "a layer"])
+def test_what_the_user_has_compiled_is_refused(part, make_target, make_draft, prompts):
+    model, batch = make_target(), prompts((4,))
+    draft = make_draft(model)
+    compiled_part = model if part == "the model" else model.model.layers[1]
+    compiled_part.forward = torch.compile(compiled_part.forward)
+    try:
+        with pytest.raises(ValueError, match="compile_target is True, but parts of the target are compiled already"):
+            dspark_fast.generate(model, draft, batch.input_ids, max_new_tokens=4, compile_target=True)
+    finally:
+        del compiled_part.forward

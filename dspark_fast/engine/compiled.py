@@ -29,7 +29,10 @@ def hindrance(model: nn.Module) -> str | None:
         return "the target has forward hooks, which a compiled pass would not run"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the target is spread over several devices"
-    if any(module._compiled_call_impl is not None for module in model.modules()):
+    if any(
+        module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in model.modules()
+    ):
         return "parts of the target are compiled already"
     return None
 

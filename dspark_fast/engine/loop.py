@@ -120,8 +120,8 @@ def decode(
                     if stats.compiled:
                         stack.enter_context(compiling())
                     # On a GPU the round is a graph, in which the drafter's kernels wait for nobody.
-                    if stats.compiled and prompts.device.type == "cpu" and hasattr(work.drafter, "compile"):
-                        work.drafter.compile(work.state.lengths - 1)
+                    if stats.compiled and prompts.device.type == "cpu" and hasattr(work.drafter, "compile_block"):
+                        work.drafter.compile_block(work.state.lengths - 1)
             leaving = _may_leave(plan, work.drafter, stats)
             # Where shapes are fixed there is one length.
             paced = plan.switch is not None and not (plan.graph or stats.compiled)

@@ -25,8 +25,8 @@ _WORTH = 1.02
 class Pace:
     """Chooses how many drafts of each row to verify, from the time and the acceptance of past rounds.
 
-    A verify pass over ``n`` tokens takes ``a + b n`` seconds, with the drafting, which is the same for all lengths, in
-    ``a``; both come from rounds of two lengths. The length that commits most tokens per second is the objective of the
+    A round that drafts and verifies ``n`` tokens of each row takes ``a + b n`` seconds; both come from rounds of two
+    lengths. The length that commits most tokens per second is the objective of the
     paper's scheduler (DSpark, Algorithm 1), with one length for all rows, since the blocks of a batch stand in one
     rectangle. It is fixed before a round drafts, so it cannot look at what it judges.
 
