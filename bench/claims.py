@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from claims_bench import BENCH_README, assumed, predicted
-from trust import disturbed, refuse
+from trust import disturbed, other_drafter, refuse, refuse_other_drafter
 
 from dspark_fast.benchmark.verdict import sentences
 
 DISTURBED = "Something else was using the machine: where it says so, the speedups are not to be trusted."
+OTHER_DRAFTER = "Measured with an earlier drafter than the one that ships now."
 WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 
 
@@ -47,6 +48,7 @@ def mean(rows: list[dict[str, Any]], key: str) -> float:
 
 def five_prompts(results: Results) -> str:
     """The first screen's table. Speeds of a machine that was not left alone are no headline: they are not shown."""
+    refuse_other_drafter(results.five_prompts, results.five_prompts["model"], "five_prompts.json")
     doubtful = disturbed(results.fast, "speedup_least", "speedup_most")
     exact = {(row["prompt"], row["mode"]): row for row in results.five_prompts["rows"] if row["dtype"] == "float32"}
     lines = [
@@ -94,7 +96,8 @@ def providers(results: Results) -> str:
             f"{row['first_token_ms']['median']:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"- {one}" for one in sentences(rows))])
+    said = [OTHER_DRAFTER] if other_drafter(found, found["model"]) else []
+    return "\n".join([*lines, "", *(f"- {one}" for one in (*said, *sentences(rows)))])
 
 
 def mutants(results: Results) -> str:
@@ -135,9 +138,11 @@ def engine(results: Results) -> str:
             spread,
             0.95 if row["name"] == OFF_SWITCH else None,
         )
-    return "\n".join(lines)
+    earlier = [name for name in ENGINE_PARTS if other_drafter(found[name], found["model"])]
+    return "\n".join([*lines, *(["", f"{OTHER_DRAFTER} ({', '.join(earlier)})"] if earlier else [])])
 
 
+ENGINE_PARTS = ("prompts", "compiled", "batch", "worst", "profile")  # those of a drafter
 OFF_SWITCH = "with the off-switch"
 NOT_TRUSTED = "not trusted"
 BLOCK = 7  # of the drafter whose loss was weighed
@@ -180,6 +185,7 @@ def _doctor(results: Results) -> dict[str, str]:
 
 def _expected(results: Results) -> dict[str, str]:
     rows = results.engine["prompts"]["rows"]
+    refuse_other_drafter(results.engine["prompts"], results.engine["model"], "engine.json, prompts")
     refuse(rows, "least", "most", "engine.json")
     speeds = [row["speedup"] for row in rows]
     return {"least": f"{min(speeds):.1f}", "most": f"{max(speeds):.1f}"}
@@ -226,11 +232,13 @@ def _saved(results: Results) -> dict[str, str]:
 
 def _shipped(results: Results) -> dict[str, str]:
     """tau on the shipped prompts, by temperature."""
+    refuse_other_drafter(results.eval, results.eval["model"], "eval.json")
     taus = {one["temperature"]: one["mean_tau"] for one in results.eval["results"]}
     return {"greedy": f"{taus[0.0]:.2f}", "sampled": f"{taus[1.0]:.2f}"}
 
 
 def _tau(results: Results) -> dict[str, str]:
+    refuse_other_drafter(results.acceptance, results.acceptance["model"], "acceptance.json")
     return {"tau": f"{results.acceptance['results'][0]['mean_tau']:.2f}"}
 
 

@@ -1,4 +1,4 @@
-"""Whether a speed may be quoted: not if the machine was doing something else while it was measured."""
+"""Whether a figure may be quoted: not a speed of a disturbed machine, and no other drafter's without saying so."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from dspark_fast.benchmark.verdict import MOST_SPREAD
+from dspark_fast.pairs import draft_name
 
 
 class Untrusted(LookupError):
-    """A sentence would quote a speed that was measured on a machine that was not left alone."""
+    """A sentence would quote a speed of a machine that was not left alone, or a figure of another drafter."""
 
 
 def disturbed(rows: Sequence[dict[str, Any]], least: str, most: str) -> list[dict[str, Any]]:
@@ -20,6 +21,17 @@ def disturbed(rows: Sequence[dict[str, Any]], least: str, most: str) -> list[dic
         least, most: what the file calls a row's smallest and largest speedup.
     """
     return [row for row in rows if row[most] > MOST_SPREAD * row[least]]
+
+
+def other_drafter(result: dict[str, Any], model: str) -> bool:
+    """Whether a result is not of the drafter that is known for ``model`` now."""
+    return result.get("draft") != draft_name(model)
+
+
+def refuse_other_drafter(result: dict[str, Any], model: str, name: str) -> None:
+    """Raise :class:`Untrusted` for a result of :func:`other_drafter`, which the file ``name`` has."""
+    if other_drafter(result, model):
+        raise Untrusted(f"{name} is of {result.get('draft')}, and what ships is {draft_name(model)}: measure again")
 
 
 def refuse(rows: Sequence[dict[str, Any]], least: str, most: str, name: str) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dspark_fast.pairs import draft_name
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -197,3 +199,30 @@ def test_nor_among_the_providers(quiet, readme):
     assert ("is ahead of every other provider" in said) == quiet
     assert ("do not trust these speedups" in said) == (not quiet)
     assert "- Batch 1: dspark-fast is behind in " in said  # of each set, in either case
+
+
+# --- another drafter than the one that ships --------------------------------------------------------------------------
+
+BEFORE = "dspark_fast/drafts/SmolLM2-135M-Instruct (00000000)"
+
+
+@pytest.mark.parametrize("name", ["five_prompts", "eval", "acceptance"])
+def test_figures_of_another_drafter_are_refused(name, readme, text):
+    module, results = readme
+    setattr(results, name, {**getattr(results, name), "draft": BEFORE})
+    with pytest.raises(LookupError, match=rf"{name}\.json is of .* \(00000000\), and what ships is .*: measure again"):
+        module.written(text, results, "README.md")
+
+
+def test_further_down_they_are_called_what_they_are(readme):
+    _, results = readme
+    claims = sys.modules["claims"]
+    name = draft_name(results.engine["model"])
+    results.end_to_end = {**results.end_to_end, "draft": name}
+    results.engine = {
+        part: {**one, "draft": name} if part in claims.ENGINE_PARTS else one for part, one in results.engine.items()
+    }
+    assert not any(claims.OTHER_DRAFTER in table(results) for table in (claims.providers, claims.engine))
+    results.end_to_end["draft"] = results.engine["worst"]["draft"] = BEFORE
+    assert f"- {claims.OTHER_DRAFTER}" in claims.providers(results).splitlines()
+    assert claims.engine(results).endswith(f"\n\n{claims.OTHER_DRAFTER} (worst)")
