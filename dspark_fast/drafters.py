@@ -202,7 +202,7 @@ class DSparkDrafter:
             context.values[:, rows],
             context.absent[rows],
         )
-        self._logits, self._compiled = None, False
+        self._logits = None
 
     def compile_block(self, position: torch.Tensor) -> bool:
         """Compile the pass over a block, where that is faster; after the prefill.

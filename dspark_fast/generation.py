@@ -315,8 +315,8 @@ def decoding(
         use_graph: replay rounds as CUDA graphs, which keep the caches' memory for the next call
             (:func:`dspark_fast.clear_graphs` frees it). None: where that works. The tokens are the same.
         compile_target: compile the target's pass over a block with ``torch.compile``, and use that if it is measured to
-            be faster; on a CPU the drafter's too. It takes up to two minutes for each new batch size and capacity, once
-            per process.
+            be faster; on a CPU the drafter's too. Once per process for each new batch size and capacity, which takes as
+            long as ``.stats.seconds.compilation`` says.
         log_probs: give ``.log_probs``, fp32 ``[B, n]``: of each new token under the target's own logits, before
             processors, temperature and cuts. It needs ``return_dict_in_generate``.
         stop_strings, tokenizer: as in transformers: a row ends with the token that completes one of the strings, and is

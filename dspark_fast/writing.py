@@ -35,3 +35,15 @@ def write_whole(path: str | Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def unwritable(path: Path) -> str | None:
+    """Why no file can be put there, to be asked before minutes of work; None where one can."""
+    folder = path.resolve().parent
+    if path.is_dir():
+        return "it is a folder"
+    if path.exists() and not path.is_file():  # a device would be replaced by a file
+        return "it is no file"
+    if not folder.is_dir():
+        return f"there is no folder {folder}"
+    return None if os.access(folder, os.W_OK) else f"the folder {folder} is read-only"

@@ -30,7 +30,7 @@ from exact_law import g_test, law, processors_of  # noqa: F401
 from recorded_rounds import on_a_cpu, opaque  # noqa: F401
 from stand_ins import scripted, streamer  # noqa: F401
 from tiny_pairs import VOCABULARY, line, make_draft, make_target, tiny  # noqa: F401
-from training_data import batch_of, cached  # noqa: F401
+from training_data import batch_of, cached, whole  # noqa: F401
 
 LENGTHS = (9, 6, 1, 8, 4)
 

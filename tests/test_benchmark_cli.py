@@ -108,7 +108,7 @@ def test_refused_before_any_work(pair, tmp_path, monkeypatch):
     one_sentence(run(*pair, "--out", tmp_path), "cannot be written: it is a folder")
     one_sentence(run(*pair, "--out", tmp_path / "none" / "x.json"), "cannot be written: there is no folder")
     one_sentence(run(*pair, "--out", "/dev/null"), "cannot be written: it is no file")
-    monkeypatch.setattr(bench_module.os, "access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     one_sentence(run(*pair, "--out", tmp_path / "x.json"), "is read-only")
     assert not list(tmp_path.iterdir())
     one_sentence(run(*pair, "--without", "generate"), "generate is left out")

@@ -29,17 +29,6 @@ def stop_at(step):
     return on_step
 
 
-@pytest.fixture(scope="module")
-def whole(cached, tmp_path_factory):
-    """An uninterrupted run."""
-    folder = tmp_path_factory.mktemp("whole")
-    rates = []
-    one = cached.trainer(folder)
-    one.on_step = lambda metrics: rates.append((metrics["learning_rate"], one.optimizer.param_groups[0]["lr"]))
-    one.run()
-    return SimpleNamespace(folder=folder, draft=one.draft, weights=weights_of(one.draft), rates=rates, trainer=one)
-
-
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5], ids="after_{}".format)
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not(whole, cached, tmp_path, stop):
     """Killed after the line of a step was written and before its checkpoint; the next begins with other weights."""

@@ -284,7 +284,7 @@ def test_plots_without_matplotlib(command, tmp_path, monkeypatch):
         (["--block-size", "3"], "--block-size is 3: it is for --autoregressive and --first-layers"),
         (["--prompts", "nowhere.jsonl"], "Invalid value for '--prompts': no such file: nowhere.jsonl"),
         (["--out", "/no/such/folder/out.json"], "Invalid value for '--out'"),
-        (["--out", "/dev/null"], "Invalid value for '--out': /dev/null is no file"),
+        (["--out", "/dev/null"], "Invalid value for '--out': /dev/null cannot be written: it is no file"),
         (["--plots", "/dev/null/plots"], "--plots is /dev/null/plots, where no plot can be written: Not a directory"),
         (["--max-new-tokens", "4090"], "more than the context of"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.console import Console
 from dspark_fast.cli import options as o
 from dspark_fast.cli.app import app
 from dspark_fast.cli.session import Session, Settings, note, plain_errors, quiet
-from dspark_fast.writing import write_whole
+from dspark_fast.writing import unwritable, write_whole
 
 if TYPE_CHECKING:
     from dspark_fast.benchmark import Pair
@@ -109,7 +108,7 @@ def bench(
     missing = [str(path) for path in prompts or [] if not path.is_file()]
     if missing:
         raise typer.BadParameter(f"no such file: {', '.join(missing)}", param_hint="'--prompts'")
-    if out is not None and (why := _unwritable(out)):  # before minutes of work, not after
+    if out is not None and (why := unwritable(out)):  # before minutes of work, not after
         raise typer.BadParameter(f"{out} cannot be written: {why}", param_hint="'--out'")
     batches, contexts = _numbers(batch, "--batch"), _numbers(context, "--context")
     begun = time.perf_counter()
@@ -206,16 +205,6 @@ def _pair(session: Session, assistant: str | None, layers: int | None, drafts: i
                 raise
             small, why = None, f"no smaller model is at hand: {error}"
     return Pair(model, session.draft, session.draft_name, small, name, drafts, lookup, why)
-
-
-def _unwritable(path: Path) -> str | None:
-    """Why no file can be put there; None where one can."""
-    folder = path.resolve().parent
-    if path.exists() and not path.is_file():
-        return "it is no file" if not path.is_dir() else "it is a folder"
-    if not folder.is_dir():
-        return f"there is no folder {folder}"
-    return None if os.access(folder, os.W_OK) else f"the folder {folder} is read-only"
 
 
 def _numbers(text: str | None, option: str) -> list[int]:

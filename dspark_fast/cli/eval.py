@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dspark_fast.cli import options as o
 from dspark_fast.cli import session
 from dspark_fast.cli.app import app
+from dspark_fast.writing import unwritable
 
 if TYPE_CHECKING:
     from dspark_fast.evaluation import Evaluation, Pair, Prompt
@@ -191,10 +192,8 @@ def _check(files: list[Path], held_out: bool, per_domain: int | None, out: Path 
         raise typer.BadParameter(f"no such file: {', '.join(missing)}", param_hint="'--prompts'")
     if files and (held_out or per_domain is not None):
         raise typer.BadParameter("your own prompts or the held-out ones, not both", param_hint="'--prompts'")
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise typer.BadParameter(f"{out} cannot be written: it is a folder, or in none", param_hint="'--out'")
-    if out is not None and out.exists() and not out.is_file():  # a device would be replaced by a file
-        raise typer.BadParameter(f"{out} is no file: print the object with --json", param_hint="'--out'")
+    if out is not None and (why := unwritable(out)):
+        raise typer.BadParameter(f"{out} cannot be written: {why}", param_hint="'--out'")
 
 
 def _make_folder(plots: Path) -> None:

@@ -48,7 +48,7 @@ def modes(model: nn.Module) -> tuple[Hashable, ...]:
 def compiling() -> Iterator[None]:
     """Around rounds of compiled passes: elsewhere in a call everything runs eagerly.
 
-    Entered once a call: 0.1 ms each, before every pass, was 1 % of a round.
+    To be entered once a call: before every pass it is a share of the round.
     """
     with torch.compiler.set_stance("default"), torch._dynamo.config.patch(recompile_limit=MOST):
         yield

@@ -91,3 +91,14 @@ def weights_of(draft):
 def metrics_of(folder):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if key != "blocks_per_second"} for row in rows]
+
+
+@pytest.fixture(scope="session")
+def whole(cached, tmp_path_factory):
+    """An uninterrupted training run, which others are held against."""
+    folder = tmp_path_factory.mktemp("whole")
+    rates = []
+    one = cached.trainer(folder)
+    one.on_step = lambda metrics: rates.append((metrics["learning_rate"], one.optimizer.param_groups[0]["lr"]))
+    one.run()
+    return SimpleNamespace(folder=folder, draft=one.draft, weights=weights_of(one.draft), rates=rates, trainer=one)
