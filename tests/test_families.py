@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 
 import pytest
 import torch
@@ -14,11 +15,14 @@ pytestmark = pytest.mark.floor
 
 NEW = 24
 WINDOW = 8
-LENGTHS = {"short": (9, 6, 1, 8), "long": (40, 23, 2, 31)}  # the long are more than the kernels' block
+LENGTHS = {"alone": (7,), "short": (9, 6, 1, 8), "long": (40, 23, 2, 31)}  # the long are more than the kernels' block
+SIXTEEN = (1, 40, 5, 33, 2, 24, 7, 7, 12, 1, 48, 3, 21, 30, 9, 4)
 # As the formula has it: on transformers 5.17 SDPA ignores the softcap, and everywhere it has no sinks.
 EAGER = {"attn_implementation": "eager", "head_dim": 16, "sliding_window": WINDOW}
 MIXED = ["sliding_attention", "full_attention"] * 3
 FAMILIES = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {}),
     "phi3": ("Phi3", {"sliding_window": None}),
     "phi3-window": ("Phi3", {"sliding_window": WINDOW}),
     "olmo2": ("Olmo2", {}),
@@ -33,6 +37,8 @@ FAMILIES = {
     "gpt-oss": ("GptOss", {**EAGER, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "cohere": ("Cohere", {"logit_scale": 1.0}),
 }
+# Those that the drafters below are tried on; Llama, Qwen2, Qwen3 and Gemma have them in test_generate.py.
+OTHERS = ("mistral", "mistral-window", "phi3", "olmo2", "gemma2", "gemma3")
 
 
 @pytest.fixture
@@ -53,13 +59,13 @@ def target_of(make_target):
 def decoded(prompts, scripted, unpadded):
     """``decoded(model, lengths)``: what the model says alone, and what it says under drafts of which 60 % are right."""
 
-    def decode(model, lengths, *, watch=True, **options):
+    def decode(model, lengths, *, right=0.6, watch=True, **options):
         batch = prompts(lengths)
         settings = {"attention_mask": batch.attention_mask, "max_new_tokens": NEW, "do_sample": False}
         truth = model.generate(batch.input_ids, **settings)
         rows = unpadded(truth, batch.attention_mask)
         assert min(len(set(row[-NEW:])) for row in rows) >= 5  # equality of constants would say nothing
-        draft = scripted(rows, right=0.6, watch=watch, **options)
+        draft = scripted(rows, right=right, watch=watch, **options)
         return truth, dspark_fast.generate(model, draft, batch.input_ids, **settings)
 
     return decode
@@ -71,6 +77,44 @@ def test_greedy_is_what_the_target_says(name, lengths, target_of, decoded):
     truth, ours = decoded(target_of(name), lengths)
     assert torch.equal(ours, truth)
     assert sum(ours.stats.accepted) > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "gemma3"])
+def test_sixteen_rows(name, target_of, decoded, make_draft, prompts):
+    """Two tiles of rows; with a drafter of its own speed in each, finished ones leave."""
+    model, batch = target_of(name), prompts(SIXTEEN)
+    truth, ours = decoded(model, SIXTEEN)
+    assert torch.equal(ours, truth) and sum(ours.stats.accepted) > 0
+    settings = {"attention_mask": batch.attention_mask, "max_new_tokens": NEW, "do_sample": False}
+    settings |= {"eos_token_id": list(range(3, 97, 9)), "pad_token_id": 0}
+    ours = dspark_fast.generate(model, make_draft(model), batch.input_ids, **settings)
+    assert torch.equal(ours, model.generate(batch.input_ids, **settings)) and len(set(ours.stats.new_tokens)) > 4
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS["alone"], LENGTHS["short"]], ids=["alone", "short"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_drafter_that_is_always_right_and_one_that_is_always_wrong(name, lengths, target_of, decoded):
+    model = target_of(name)
+    truth, ours = decoded(model, lengths, right=1.0, ragged=False)
+    assert torch.equal(ours, truth) and ours.stats.rounds == math.ceil((NEW - 1) / 6)
+    assert ours.stats.accepted == ours.stats.proposed and ours.stats.accepted[-1] > 0
+    truth, ours = decoded(model, lengths, right=0.0, ragged=False)
+    assert torch.equal(ours, truth) and ours.stats.rounds == NEW - 1
+    assert not any(ours.stats.accepted) and ours.stats.proposed[0] == (NEW - 1) * len(lengths)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS["alone"], LENGTHS["short"]], ids=["alone", "short"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_real_drafter(name, lengths, target_of, make_draft, prompts):
+    """Of random weights, on the features of the layers it taps: also as transformers' own callable."""
+    model, batch = target_of(name), prompts(lengths)
+    settings = {"attention_mask": batch.attention_mask, "max_new_tokens": NEW, "do_sample": False}
+    truth, draft = model.generate(batch.input_ids, **settings), make_draft(model)
+    ours = dspark_fast.generate(model, draft, batch.input_ids, **settings)
+    assert torch.equal(ours, truth) and ours.stats.proposed[0] >= ours.stats.rounds > 0
+    custom = dspark_fast.decoding(draft)
+    assert torch.equal(model.generate(batch.input_ids, custom_generate=custom, **settings), truth)
+    assert custom.stats.acceptance_lengths == ours.stats.acceptance_lengths
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "mistral-window"])

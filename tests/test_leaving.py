@@ -13,6 +13,11 @@ from dspark_fast.stats import Stats
 
 LENGTHS = (3, 9, 1, 5, 12, 7, 2, 4)
 STOPS = list(range(3, 97, 9))
+SAMPLING = {
+    "greedy": {"do_sample": False},
+    "coupled": {"do_sample": True, "temperature": 0.9, "verification": "coupled"},
+    "rejection": {"do_sample": True, "temperature": 0.9, "verification": "rejection", "top_p": 0.9},
+}
 
 
 @pytest.fixture
@@ -34,15 +39,7 @@ def alone(model, draft, batch, row, **settings):
     return dspark_fast.generate(model, draft, ids, **settings)[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"do_sample": False},
-        {"do_sample": True, "temperature": 0.9, "verification": "coupled"},
-        {"do_sample": True, "temperature": 0.9, "verification": "rejection", "top_p": 0.9},
-    ],
-    ids=["greedy", "coupled", "rejection"],
-)
+@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
 @pytest.mark.parametrize("windowed", [False, True], ids=["Qwen3", "Gemma2"])
 def test_rows_are_what_they_are_alone(windowed, sampling, make_target, make_draft, prompts, widths):
     """Rows end at a stop token, at unlike times; what is left is 6, 4, 3, ... rows of the caches, moved."""
@@ -60,6 +57,41 @@ def test_rows_are_what_they_are_alone(windowed, sampling, make_target, make_draf
         tokens = out[row, batch.input_ids.shape[1] :].tolist()
         assert tokens[:count] == alone(model, draft, batch, row, seed=[seeds[row]], **settings)
         assert not any(tokens[count:])
+
+
+COMPANY = {
+    "turned": [7, 6, 5, 4, 3, 2, 1, 0],
+    "fewer": [4, 1, 6, 0],
+    "twice": [3, 3, 7, 2, 7, 5, 1, 0, 4, 6, 0, 5],  # one request in two rows, with one seed
+}
+
+
+@pytest.mark.parametrize("company", COMPANY.values(), ids=COMPANY)
+@pytest.mark.parametrize("cut", [0.0, 0.5], ids=["whole-blocks", "cut-by-confidence"])
+@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
+def test_rows_are_the_same_in_another_row_and_beside_others(
+    sampling, cut, company, make_target, make_draft, prompts, widths
+):
+    """Others leave before them, or after; where a block is cut hangs on the row alone."""
+    model, batch, pad = make_target(num_hidden_layers=3), prompts(LENGTHS), max(LENGTHS)
+    draft = make_draft(model, num_hidden_layers=1, target_layer_ids=[0, 1])
+    settings = {"max_new_tokens": 30, "eos_token_id": STOPS, "pad_token_id": 0, "off_switch": False, **sampling}
+    settings["confidence_threshold"] = cut
+
+    def rows(order):
+        ids, mask, seeds = batch.input_ids[order], batch.attention_mask[order], [100 + row for row in order]
+        out = dspark_fast.generate(model, draft, ids, attention_mask=mask, seed=seeds, **settings)
+        assert widths[0] == len(order) and min(widths) <= len(order) // 2, "rows should leave"
+        widths.clear()
+        said = [row[:count] for row, count in zip(out[:, pad:].tolist(), out.stats.new_tokens)]
+        return said, out.stats
+
+    here, stats = rows(list(range(len(LENGTHS))))
+    there, others = rows(company)
+    assert len({len(row) for row in here}) > 3
+    assert there == [here[row] for row in company]
+    assert others.acceptance_lengths == [stats.acceptance_lengths[row] for row in company]
+    assert not cut or others.proposed[-1] < others.proposed[0]
 
 
 def test_a_restricted_drafter_leaves_too(make_target, make_draft, prompts, widths):

@@ -12,6 +12,7 @@ TARGETS = {
     "Mistral": {"sliding_window": 300},
     "Gemma2": {"sliding_window": 300, "head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
 }
+SHORT_WINDOW = 40  # of 300 tokens each counts for so little that no token of the output would tell
 SETTINGS = {"max_new_tokens": 12, "do_sample": False}
 
 
@@ -28,6 +29,31 @@ def test_thousands_of_tokens_beside_one(family, make_target, make_draft, prompts
     draft = make_draft(model) if family == "Qwen3" else None
     ours = dspark_fast.generate(model, draft, batch.input_ids, **settings)
     assert torch.equal(ours, truth)
+
+
+@pytest.mark.floor
+@pytest.mark.parametrize("family", ["Mistral", "Gemma2"])
+def test_drafts_are_rolled_back_behind_a_window(family, make_target, prompts, scripted, unpadded):
+    """Three in five are right, of a number that is drawn for each row; and one row alone."""
+
+    def windowed(window):
+        sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+        sizes |= {**TARGETS[family], "sliding_window": window, "max_position_embeddings": 4096}
+        model = make_target(family, **sizes)
+        if family == "Gemma2":
+            model.set_attn_implementation("eager")  # as above
+        return model
+
+    model = windowed(SHORT_WINDOW)
+    for lengths in ((3000, 1), (3000,)):
+        batch = prompts(lengths)
+        settings = {**SETTINGS, "attention_mask": batch.attention_mask}
+        truth = model.generate(batch.input_ids, **settings)
+        draft = scripted(unpadded(truth, batch.attention_mask), right=0.6)
+        ours = dspark_fast.generate(model, draft, batch.input_ids, **settings)
+        assert torch.equal(ours, truth) and 0 < sum(ours.stats.accepted) < sum(ours.stats.proposed)
+    # The same weights that see one token more say something else: the tokens hang on the window.
+    assert not torch.equal(windowed(SHORT_WINDOW + 1).generate(batch.input_ids, **settings), truth)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Protocol
@@ -118,17 +118,18 @@ class RaggedTarget:
         Returns:
             Logits ``[B, T, V]``, features ``[B, T, m*H]`` (None without taps).
         """
-        return _compiled_pass()(self, ids, None) if ids.shape[1] in self._compiled else self._pass(ids, end)
+        return self._compiled_pass(ids) if ids.shape[1] in self._compiled else self._pass(ids, end)
 
     @property
     def compiled(self) -> bool:
         return bool(self._compiled)
 
-    def compile(self, batch: int, lengths: Sequence[int], longest: int) -> bool:
+    def compile(self, batch: int, lengths: Collection[int], longest: int) -> bool:
         """Compile the passes over blocks of these lengths, where that is faster; after the prefill.
 
         They are to run inside :func:`~dspark_fast.engine.compiled.compiling`. Their shapes are fixed: from here on
-        ``end`` counts for nothing there, and the cache must not grow.
+        ``end`` counts for nothing there, and the cache must not grow. The longest decides: shorter ones alone are not
+        worth that.
 
         Args:
             batch: rows.
@@ -136,19 +137,21 @@ class RaggedTarget:
             longest: tokens of the longest row, which a plain pass reads.
 
         Returns:
-            Whether any compiled pass is faster.
+            Whether the longest is compiled.
         """
         cache, device = self.cache, self.cache.lengths.device
-        for length in lengths:
+        for length in sorted(lengths, reverse=True):
             ids = torch.zeros(batch, length, dtype=torch.long, device=device)
             shape = (batch, length, cache.capacity, tuple(self._taps.layer_ids), str(self.model.dtype), str(device))
             # What these passes write lies behind every row's length: it is rolled back already.
             plainly = partial(self._pass, ids, min(longest + length, cache.capacity))
             # Behind fixed shapes finished rows stay and all drafts are verified, which in a batch on a CPU costs more.
             worth = 1.15 if batch > 1 and device.type == "cpu" else 1.0
-            quickly = partial(_compiled_pass(), self, ids, None)
+            quickly = partial(self._compiled_pass, ids)
             if chosen(self.model, shape, plainly, quickly, what="the target's pass", worth=worth):
                 self._compiled.add(length)
+            elif not self._compiled:
+                break
         return self.compiled
 
     def _pass(self, ids: torch.Tensor, end: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -156,6 +159,10 @@ class RaggedTarget:
         if self._positions is not None:  # drafts that can no longer be committed may stand behind the last one
             positions = positions.clamp(max=self._positions - 1)
         return self._forward(ids, positions, 0), self._features()
+
+    def _compiled_pass(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.cache.masks.clear()  # a trace holds only for the masks that it found, and the prefill's have other widths
+        return _traced()(self, ids, None)
 
     def advance(self, taken: torch.Tensor) -> None:
         self.cache.lengths += taken
@@ -180,7 +187,7 @@ class RaggedTarget:
 
 
 @cache
-def _compiled_pass() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+def _traced() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """Called with the hooks of the taps set, so they are in the trace. Made late: it imports half a compiler."""
     return torch.compile(RaggedTarget._pass, fullgraph=True, dynamic=False)
 
