@@ -28,6 +28,24 @@ def assumed(results: Results) -> Values:
     return {"rate": f"{found['copy_tb_s']:g}", "launch": f"{found['launch_us']:g}"}
 
 
+def _beforehand(results: Results) -> Values:
+    """Kernels at the shapes of Qwen3-4B."""
+
+    def of(op: str, case: str, decimals: int = 0) -> Values:
+        return predicted(op, f"Qwen3-4B {case}", decimals)(results)
+
+    one = of("markov", "B=1 greedy")
+    return {
+        "one": one["us"],
+        "bare": one["bare"],
+        "many": of("markov", "B=64 greedy")["us"],
+        "one_verified": of("verify", "B=1 rejection uncut", 1)["us"],
+        "many_verified": of("verify", "B=64 rejection uncut", 1)["us"],
+        "attention": of("block_attention", "B=1 S=32768 drafter")["us"],
+        "context": of("context_kv", "B=1 N=8")["us"],
+    }
+
+
 def _floors(results: Results) -> Values:
     rows = [row for row in results.predicted["rounds"] if row["pair"] == "Qwen3-4B"]
     named = {512: "short", 4096: "middle", 32_768: "long"}
@@ -120,13 +138,11 @@ BENCH_README: dict[str, Callable[[Results], Values]] = {
     "| int8, a scale per row (not in the kernel) | 0.5 | {error} % | " + _TAUS: _eight_bits("int8"),
     "the token with the largest U is known) | {greedy} % | {coupled} % |": _tiles("largest U known"),
     "| if the winner's score were known | {greedy} % | {coupled} % |": _tiles("winner known"),
+    "bytes over this machine's measured copy rate, plus {launch} us a launch": assumed,
     "Predicted beforehand at {rate} TB/s": assumed,
-    "the walk {us} us at B = 1 ({bare} without launches)": predicted("markov", "Qwen3-4B B=1 greedy"),
-    "without launches), {us} us at B = 64": predicted("markov", "Qwen3-4B B=64 greedy"),
-    "rejection {us} us at B = 1,": predicted("verify", "Qwen3-4B B=1 rejection uncut", 1),
-    "us at B = 1, {us} us at B = 64; attention": predicted("verify", "Qwen3-4B B=64 rejection uncut", 1),
-    "attention at 32k {us} us at B = 1": predicted("block_attention", "Qwen3-4B B=1 S=32768 drafter"),
-    "the new context of a round {us} us": predicted("context_kv", "Qwen3-4B B=1 N=8"),
+    "the walk {one} us at B = 1 ({bare} without launches), {many} us at B = 64; rejection {one_verified} us at B = 1, "
+    "{many_verified} us at B = 64; attention at 32k {attention} us at B = 1; the new context of a round {context} "
+    "us": _beforehand,
     "{short} ms for a pair of Qwen3-4B's shape at batch 1 and 512 tokens of context, {middle} ms at 4,096, {long} ms "
     "at 32,768": _floors,
     "Of a round of {round} ms alone the target takes {target} %, the drafter {drafter} %, the ops {ops} %, and all "

@@ -1,11 +1,13 @@
 """Kernels beside the round: per op what was predicted and measured, and what share of a round it is.
 
-    python bench/kernels_page.py                 # writes its part of bench/README.md, from bench/results/*/*.json
+    python bench/kernels_page.py                 # writes its parts of bench/README.md, from bench/results
     python bench/kernels_page.py --print         # only shows it
     python bench/kernels_page.py --rate 3.35     # predictions for a GPU that copies so many TB/s
 
 Nothing is run. Each folder of ``results`` is a device; what it lacks is "not measured". Where no GPU has results, the
-same table stands with the bytes model alone (``bytes_moved`` of each bench), at ``--rate``.
+same table stands with the bytes model alone (``bytes_moved`` of each bench), at ``--rate``. A CPU has no kernels: its
+table is of the reference ops inside the rounds of ``bench_round_ops.py``. Two more parts are the benches' goals
+(``goals.py``) and the ablation read against the paper (``against_paper.py``).
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ HERE = Path(__file__).parent
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE))
 
+import against_paper
+import cpu_path
+import goals
 from scripted import QWEN3_4B, QWEN3_4B_DRAFT, SMOLLM2, floor_of, shape_of
 from table import LAUNCH_US, OURS
 
@@ -179,17 +184,20 @@ def section(results: Path, rate: float = RATE) -> str:
         "kernel. Measured: the median (quartiles) of our kernel where there is a GPU, else of the reference. Share:",
         "calls in a greedy round times the measured time, of a whole round; where an op was not timed by itself, what",
         "the engine's own profile says. Lines without calls stand in place of greedy ones where a round samples. Ops",
-        "run at blocks of 7 and the whole vocabulary; the SmolLM2 drafter that ships has blocks of 5 and 8,192 tokens.",
+        "run at blocks of 7 and the whole vocabulary, but for a CPU's, which are timed in the rounds of the pair.",
     ]
     on_gpu = False
     for folder in folders:
-        files = read(folder)
+        files, inside = read(folder), folder / "round_ops.json"
         rounds = {pair.name: round_ms(folder, pair) for pair in PAIRS}
-        if not files and not any(rounds.values()):
+        if not files and not any(rounds.values()) and not inside.is_file():
             continue
         ours = any(row["provider"] == OURS for result in files.values() for row in result["rows"])
         on_gpu |= ours
         text += ["", f"### {_device(folder, files)}", ""]
+        if inside.is_file():
+            text += cpu_path.lines(json.loads(inside.read_text())) + loss_lines(files) + lost_rows(files)
+            continue
         rates = {result["copy_tb_s"] for result in files.values()}
         if rates:
             text += [f"Copy rate {' and '.join(f'{one:g}' for one in sorted(rates))} TB/s, measured.", ""]
@@ -267,7 +275,8 @@ def loss_lines(files: dict[str, dict[str, Any]]) -> list[str]:
     result = files.get("draft_loss")
     if result is None:
         return []
-    text = ["The training loss, in no round:", "", "| case | provider | bytes | measured, ms | of the copy rate |"]
+    said = f"The training loss, in no round; by the wall clock, copy rate {result['copy_tb_s']:g} TB/s:"
+    text = [said, "", "| case | provider | bytes | measured, ms | of the copy rate |"]
     text.append("|---|---|---:|---:|---:|")
     for row in result["rows"]:
         cells = [row["case"], row["provider"], f"{row['bytes']:,}", f"{row['median_us'] / 1e3:,.1f}"]
@@ -301,12 +310,21 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def with_section(readme: str, text: str) -> str:
+def with_section(readme: str, text: str, begin: str = BEGIN, end: str = END) -> str:
     """``readme`` with what stands between the markers replaced; one without them gets them at its end."""
-    if BEGIN not in readme:
-        readme = f"{readme.rstrip()}\n\n{BEGIN}\n{END}\n"
-    before, _, rest = readme.partition(BEGIN)
-    return f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}"
+    if begin not in readme:
+        readme = f"{readme.rstrip()}\n\n{begin}\n{end}\n"
+    before, _, rest = readme.partition(begin)
+    return f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
+
+
+def written(readme: str, results: Path, rate: float = RATE) -> str:
+    """``readme`` with all parts as the results have them."""
+    readme = with_section(readme, goals.section(results), goals.BEGIN, goals.END)
+    paper = against_paper.section(results)
+    if paper is not None:
+        readme = with_section(readme, paper, against_paper.BEGIN, against_paper.END)
+    return with_section(readme, section(results, rate))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -316,12 +334,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=RATE, metavar="TB/S")
     parser.add_argument("--print", action="store_true", dest="show", help="write nothing")
     options = parser.parse_args(arguments)
-    text = section(options.results, options.rate)
     if options.show:
-        print(text)
+        print(section(options.results, options.rate))
         return
     before = options.readme.read_text() if options.readme.is_file() else "# Benchmarks\n"
-    options.readme.write_text(with_section(before, text))
+    options.readme.write_text(written(before, options.results, options.rate))
     print(f"wrote {options.readme}")
 
 

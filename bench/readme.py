@@ -27,6 +27,14 @@ _HOLE = re.compile(r"\{(\w+)\}")
 # Decimals, and numbers with a unit or a word that says they were counted or timed.
 _UNITS = r"%|times|x\b|ms\b|us\b|s\b|seconds|minutes|hours|kB|MB|GB|MiB|GiB|TB/s"
 _MEASURED = re.compile(rf"(?<![\w.#/=-])(?:\d[\d,]*\.\d+|\d[\d,]*(?= ?(?:{_UNITS})))")
+# The same in words: "twice as fast", "three times the speed", "a quarter of the bytes".
+_COUNT = r"(?:two|three|four|five|six|seven|eight|nine|ten|twenty|fifty|a\s+hundred)"
+_OF = r"the\s+(?:speed|time|memory|bytes|tokens|cost)"
+_WORDED = re.compile(
+    rf"\b(?:twice|thrice|{_COUNT}\s+times)\s+(?:as\s+\w+|faster|slower|{_OF})\b"
+    rf"|\b(?:half|(?:a|{_COUNT})\s+(?:third|quarter|fifth|tenth)s?\s+of)\s+{_OF}\b",
+    re.IGNORECASE,
+)
 
 
 def written(text: str, results: Results, name: str) -> str:
@@ -60,7 +68,8 @@ def unexplained(text: str, name: str) -> list[str]:
     for template in _sentences(name):
         text = re.sub(_pattern(template), " ", text)
     text = re.sub(r"```.*?```|`[^`\n]*`|\]\([^)]*\)", " ", text, flags=re.DOTALL)
-    return [text[max(0, one.start() - 50) : one.end() + 20].replace("\n", " ") for one in _MEASURED.finditer(text)]
+    found = [one for pattern in (_MEASURED, _WORDED) for one in pattern.finditer(text)]
+    return [text[max(0, one.start() - 50) : one.end() + 20].replace("\n", " ") for one in found]
 
 
 def _sentences(name: str) -> dict[str, Callable[[Results], dict[str, str]]]:

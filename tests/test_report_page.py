@@ -20,7 +20,10 @@ from dspark_fast.cli.app import app
 from dspark_fast.report import ALL, heads, making, memory, memory_worker, speed
 from dspark_fast.report.measurement import Strip
 from dspark_fast.report.page import _strip, command, headline, page
+from dspark_fast.report.store import Store
+from dspark_fast.report.style import canvas, key_above
 from dspark_fast.report.subject import Equality, Subject
+from dspark_fast.training.plot import _legend_above
 
 NAMES = [kind.name for kind in ALL]
 QUICK = ["--max-new-tokens", "16", "--per-domain", "1"]
@@ -278,7 +281,22 @@ def test_other_settings_are_refused(pair, copied, tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"prompt": "Another"}\n')  # the same name, and other prompts
     result = run(*pair.models, "--out", copied, "--prompts", tmp_path / "mine.jsonl")
     refused(result, "other settings (prompts was 'mine.jsonl ")
+    refused(
+        run(*pair.options, "--out", copied, "--max-new-tokens", "17", "--again", "--only", "positions"),
+        "other settings (max_new_tokens was 16 and is 17)",
+    )
     assert (copied / "report.json").read_bytes() == before
+
+
+def test_all_of_it_again_may_have_other_settings(copied):
+    """A drafter that was trained further is another one: nothing of its report is to be kept."""
+    settings = {**stored(copied)["settings"], "drafter": "another"}
+    with pytest.raises(ValueError, match="other settings"):
+        Store(copied, settings)
+    store = Store(copied, settings, anew=True)
+    assert store.names == [] and store.data["settings"] == settings
+    kept = Store(copied, stored(copied)["settings"], anew=True)
+    assert kept.names == list(stored(copied)["measurements"])
 
 
 def test_another_machine_is_refused(pair, copied, monkeypatch):
@@ -380,3 +398,21 @@ def test_more_bad_input(pair, tmp_path, monkeypatch):
 
 def test_the_names_are_those_of_the_measurements():
     assert list(report_module.NAMES) == NAMES
+
+
+# --- how figures look -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["on top inside", "above"])
+def test_no_legend_covers_a_curve(place):
+    """That of the report's panels, and that of a training run's picture, of four curves that fill the panel."""
+    figure, (axis,) = canvas(width=5, height=4.2)
+    for name in ("one curve", "another curve", "a third", "the last one"):
+        axis.plot([0, 1, 2], [1.0, 0.0, 1.0], "o-", label=name)
+    axis.set_title("of four")
+    key_above(axis, 1.0, ncols=2) if place == "on top inside" else _legend_above(axis)
+    figure.draw_without_rendering()
+    highest, legend = axis.transData.transform((0, 1.0))[1], axis.get_legend().get_window_extent()
+    assert legend.y0 > highest
+    assert legend.y1 < axis.title.get_window_extent().y0
+    assert max(axis.get_yticks()) <= 1.001 or place == "above"

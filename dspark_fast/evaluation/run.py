@@ -21,6 +21,7 @@ from dspark_fast.evaluation.result import Evaluation, PromptResult
 from dspark_fast.evaluation.rows import Batch, Rows, fingerprint
 from dspark_fast.generation import decoding
 from dspark_fast.machine import describe
+from dspark_fast.stats import Stats
 from dspark_fast.training.prompts import Prompt
 
 
@@ -40,6 +41,7 @@ def evaluate(
     mean_of: Sequence[str] | None = None,
     rows: str | Path | None = None,
     on_progress: Callable[[int], None] = lambda prompts: None,
+    on_answers: Callable[[list[Prompt], list[list[int]], Stats], None] = lambda prompts, tokens, stats: None,
 ) -> Evaluation:
     """Answer prompts and count what was drafted, judged and accepted, by domain and block position.
 
@@ -66,6 +68,8 @@ def evaluate(
             prompts' token ids and the model's stop tokens. One process at a time: see
             :func:`~dspark_fast.evaluation.lock.alone`.
         on_progress: told how many prompts are done, at the start too.
+        on_answers: told of each call of ``generate``: whose answers it gave, their new tokens, and its figures. What
+            it raises ends the evaluation. Not told of what ``rows`` has already.
 
     Raises:
         ValueError: before any work: for an argument out of range; no prompts, or two of one name; a tokenizer without
@@ -97,7 +101,7 @@ def evaluate(
     how = {"max_new_tokens": max_new_tokens, "temperature": temperature, **drafting}
     for group, key in zip(groups, keys):
         if key not in kept.batches:
-            kept.append(_answered(model, drafter, tokenizer, group, seed, block, how))
+            kept.append(_answered(model, drafter, tokenizer, group, seed, block, how, on_answers))
             done += len(group)
             on_progress(done)
     batches = [kept.batches[key] for key in keys]
@@ -114,7 +118,14 @@ def evaluate(
 
 
 def _answered(
-    model: PreTrainedModel, drafter: Any, tokenizer: Any, talks: list[Talk], seed: int, block: int, how: dict[str, Any]
+    model: PreTrainedModel,
+    drafter: Any,
+    tokenizer: Any,
+    talks: list[Talk],
+    seed: int,
+    block: int,
+    how: dict[str, Any],
+    on_answers: Callable[[list[Prompt], list[list[int]], Stats], None],
 ) -> Batch:
     """All turns of some conversations of one domain."""
     counts = Counts.none(block)
@@ -125,6 +136,7 @@ def _answered(
         live = [index for index, talk in enumerate(talks) if talk.turns > turn]
         rows = [talks[index].input_ids(tokenizer, replies[index]) for index in live]
         answers, stats = answer(model, drafter, rows, [_seed(seed, talks[index].prompt, turn) for index in live], **how)
+        on_answers([talks[index].prompt for index in live], answers, stats)
         counts += Counts(0, 0, 0, tuple(stats.proposed), tuple(stats.accepted))
         for index, new, rounds in zip(live, answers, stats.acceptance_lengths):
             tokens[index].append(len(new))

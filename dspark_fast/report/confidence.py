@@ -20,7 +20,7 @@ from dspark_fast.report.measurement import (
     shown,
 )
 from dspark_fast.report.recording import Block
-from dspark_fast.report.style import BAD, DSPARK, GOOD, INK, PLAIN, canvas, literal
+from dspark_fast.report.style import BAD, DSPARK, GOOD, INK, PLAIN, canvas, key_above, literal
 from dspark_fast.report.subject import Equality, Subject
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Confidence(Measurement):
         left.plot(slots, self.along.product, "s-", color=DSPARK, alpha=0.55, label="running product of $c$")
         left.plot(slots, self.along.survived, "s--", color=GOOD, alpha=0.55, label="accepted with all before")
         left.set_xticks(list(slots))
-        left.set(title=f"means over {counted(self.rounds, 'block')}", xlabel="position in the block", ylim=(0, 1.05))
+        left.set(title=f"means over {counted(self.rounds, 'block')}", xlabel="position in the block", ylim=(0, 1))
         left.set(ylabel="probability, or share of rounds")
         colours = [GOOD if slot <= self.example.accepted else BAD for slot in slots]
         right.bar(slots, self.example_confidence, 0.7, color=colours, alpha=0.8)
@@ -145,11 +145,11 @@ class Confidence(Measurement):
         literal([right.title])
         from matplotlib.patches import Patch
 
-        keys = [Patch(color=GOOD, alpha=0.8, label="$c_k$, accepted"), Patch(color=BAD, alpha=0.8, label="$c_k$, not")]
-        keys += right.lines[:1]
+        judged = ((GOOD, "$c_k$, accepted"), (BAD, "$c_k$, rejected"))
+        keys = [*(Patch(color=color, alpha=0.8, label=label) for color, label in judged), right.lines[0]]
         right.lines[0].set_label("running product")
-        left.legend(frameon=False, fontsize=8.5, loc="upper right")
-        right.legend(handles=keys, frameon=False, fontsize=8.5, loc="upper right")
+        key_above(left, 1, ncols=2)
+        key_above(right, 1, ncols=3, handles=keys)
         for axis in (left, right):
             axis.axhline(0, color=PLAIN, linewidth=0.8)
         return figure

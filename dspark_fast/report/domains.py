@@ -77,12 +77,15 @@ class Domains(Measurement):
             tops = [_or_zero(high) for _, high in ends]
             label_bars(axis, bars, [number(tau) for tau in taus], tops)
             highest = max(highest, *tops)
-        axis.axhline(1, color=COLOURS["plain"], linewidth=1.4, linestyle="--", label="plain decoding: 1")
+        plain = axis.axhline(1, color=COLOURS["plain"], linewidth=1.4, linestyle="--", label="plain decoding: 1")
         names = [f"{domain}\n{counted(dspark.domains[domain].prompts, 'prompt')}" for domain in domains]
         axis.set_xticks(range(len(domains) + 1), [*names, "mean"])
         axis.set(ylabel="tau: tokens committed per round")
+        axis.set_xlabel("whiskers: 95 %, prompts drawn anew", fontsize=9)
         from_zero(axis, highest)
-        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+        keys = [*axis.containers, plain]
+        keys = [one for one in keys if not one.get_label().startswith("_")]
+        figure.legend(handles=keys, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
         return figure
 
     def sentences(self) -> list[str]:

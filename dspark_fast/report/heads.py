@@ -17,7 +17,7 @@ from torch import nn
 from dspark_fast.draft import DSparkDraft
 from dspark_fast.drafters import DSparkDrafter
 from dspark_fast.report.measurement import Measurement, NotMeasurable, Progress, Table, counted, number, plain
-from dspark_fast.report.style import DSPARK, GOOD, INK, OFF, PLAIN, canvas, from_zero, label_bars
+from dspark_fast.report.style import DSPARK, GOOD, INK, OFF, PLAIN, canvas, from_zero, key_above, label_bars
 from dspark_fast.report.subject import Equality, Subject
 from dspark_fast.vocabulary import restricted, whole
 
@@ -90,9 +90,10 @@ class Heads(Measurement):
             label, color = LOSSES[name]
             losses.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
             losses.plot(steps, _smooth(values), color=color, linewidth=2, label=label)
-        losses.set(title="training losses (bold: running mean)", xlabel="step")
-        losses.set_ylim(0, 1.35 * max(max(_smooth(values)) for values in self.curves.values()))
-        losses.legend(frameon=False, fontsize=8.5, ncols=2, loc="upper right")
+        losses.set(title="training losses (bold: running mean)", xlabel="step", ylabel="loss, units in the legend")
+        # Thin lines are single batches: a lone spike may leave the picture, and never under the legend.
+        most = max(max(value for value in values if not math.isnan(value)) for values in self.curves.values())
+        key_above(losses, min(most, 2 * max(max(_smooth(values)) for values in self.curves.values())), ncols=2)
         looked = [one["step"] for one in self.held_out]
         slots = len(self.held_out[0]["accept"])
         from matplotlib import colormaps
@@ -102,7 +103,7 @@ class Heads(Measurement):
             color = colormaps["viridis"](0.85 * slot / max(1, slots - 1))
             accept.plot(looked, values, "o-", markersize=3.5, color=color, label=f"position {slot + 1}")
         accept.set(title="held-out acceptance, teacher-forced", xlabel="step", ylabel="c* = 1 - L1 / 2", ylim=(0, 1))
-        accept.legend(frameon=False, fontsize=8.5, ncols=3, loc="upper center")
+        key_above(accept, 1, ncols=3)
         shown = {name: (label, color) for name, (label, color) in _BARS.items() if name in self.taus}
         values = [self.taus[name] for name in shown]
         bars = taus.bar(range(len(shown)), values, 0.68, color=[color for _, color in shown.values()])

@@ -121,15 +121,16 @@ def run(
         out: folder of ``report.json``, a PNG for each measurement, and ``report.html``. What is there of the same
             settings is not measured again.
         only: names of :data:`ALL`; empty: all of them, and the page.
-        again: measure anew what is there.
+        again: measure anew what is there; all of it, of other settings too.
         note: told what is worth a line; progress: what is being done.
 
     Returns:
         The files written.
 
     Raises:
-        ValueError: for a name or setting that is not accepted; a folder of other settings, or of another machine where
-            something is to be measured; models that do not fit each other; with ``only``, NotMeasurable.
+        ValueError: for a name or setting that is not accepted; a folder of other settings, unless all of it is
+            measured ``again``, or of another machine where something is to be measured; models that do not fit each
+            other; with ``only``, NotMeasurable.
         TargetError: a model cannot be had.
         NotLossless: tokens were not those of plain decoding. What was measured before stays.
         ImportError: without matplotlib.
@@ -142,7 +143,7 @@ def run(
         raise ValueError(f"out is {str(out)!r}, which is a file: accepted is a folder")
     check_plots()
     device = chosen_device(settings.device)
-    store = Store(out, settings.identity())
+    store = Store(out, settings.identity(), anew=again and not only)
     wanted = [name for name in kinds if not only or name in only]
     missing = [name for name in wanted if again or name not in store.names]
     kept = [name for name in store.names if name not in missing]

@@ -89,9 +89,11 @@ class Positions(Measurement):
             (self.on, self.off, "Markov head on", "o-", DSPARK),
             (self.off, self.on, "Markov head off", "s--", OFF),
         ):
-            axis.plot(
-                slots, counts.conditional, style, color=color, linewidth=2, label=f"{label}, tau {counts.tau:.2f}"
-            )
+            # No line to a share of a handful of rounds, which says little.
+            known = [
+                share if reached >= THIN else math.nan for share, reached in zip(counts.conditional, _reached(counts))
+            ]
+            axis.plot(slots, known, style, color=color, linewidth=2, label=f"{label}, tau {counts.tau:.2f}")
             for slot, share, theirs, reached in zip(slots, counts.conditional, other.conditional, _reached(counts)):
                 if not math.isnan(share):
                     below = share > 0.15 and (share < theirs or (share == theirs and counts is self.off))
@@ -99,7 +101,7 @@ class Positions(Measurement):
                     text = f"{share:.2f}\nn {reached:,}"
                     where = {"xytext": offset, "textcoords": "offset points", "ha": "center", "fontsize": 8}
                     if reached < THIN:
-                        axis.plot(slot, share, style[0], markerfacecolor="white", color=color)
+                        axis.plot(slot, share, style[0], markerfacecolor="white", color=color, clip_on=False)
                     axis.annotate(text, (slot, share), color=INK, va="top" if below else "bottom", **where)
         axis.set_xticks(list(slots))
         axis.set(

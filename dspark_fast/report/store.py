@@ -19,13 +19,15 @@ class Store:
     Args:
         folder: made when something is written.
         settings: of the report, as plain data.
+        anew: everything is to be measured anew: a report of other settings is written over, not refused.
 
     Raises:
-        ValueError: for a file that is not a report's, or one of other settings, naming those that differ.
+        ValueError: for a file that is not a report's; without ``anew``, for one of other settings, naming those that
+            differ.
         OSError: for a file that cannot be read.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], *, anew: bool = False) -> None:
         self.path = folder / FILE
         self.data: dict[str, Any] = {"version": VERSION, "settings": settings, "measurements": {}, "omitted": {}}
         if not self.path.is_file():
@@ -43,10 +45,10 @@ class Store:
             for name in dict.fromkeys([*before, *settings])
             if before.get(name) != settings.get(name)
         ]
-        if different and known:
+        if different and known and not anew:
             raise ValueError(
                 f"{self.path} holds a report of other settings ({'; '.join(different)}): give the same ones, or "
-                "another folder"
+                "another folder, or measure all of it with --again"
             )
         if not different:
             self.data = there

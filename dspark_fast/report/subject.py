@@ -12,12 +12,11 @@ import torch
 from dspark_fast.autoregressive import AutoregressiveDrafter, first_layers
 from dspark_fast.divergence import first_difference
 from dspark_fast.draft import DSparkDraft
-from dspark_fast.evaluation import Counts, Evaluation, Prompt
-from dspark_fast.evaluation.answering import answer
+from dspark_fast.evaluation import Evaluation, Prompt, evaluate
 from dspark_fast.evaluation.conversation import check_room, lay_out
-from dspark_fast.evaluation.result import PromptResult
 from dspark_fast.report.measurement import counted
 from dspark_fast.report.recording import Block, RecordingDrafter
+from dspark_fast.stats import Stats
 
 MOST_FP32 = 8_000_000_000  # bytes of a second copy of the pair: a target of 2 B weights, on any machine that holds it
 
@@ -193,32 +192,34 @@ class Subject:
         Raises:
             NotLossless: naming the prompt and the first token that differs.
         """
-        plain = self.plain(progress)
-        counts: dict[str, Counts] = {}
-        tokens, blocks, results, equality = [], [], [], Equality()
-        for index, (prompt, row) in enumerate(zip(self.prompts, self.rows, strict=True)):
-            progress(f"{what}: {index} of {len(self.rows)} prompts")
-            found, stats = answer(self.model, drafter, [row], [0], max_new_tokens=self.max_new_tokens, temperature=0.0)
-            equality += self.equality(index, found[0], plain[index], what)
-            lengths = tuple(stats.acceptance_lengths[0])
-            one = Counts(1, len(lengths), sum(lengths), tuple(stats.proposed), tuple(stats.accepted))
-            counts[prompt.domain] = counts.get(prompt.domain, Counts.none(drafter.block_size)) + one
-            results.append(PromptResult(prompt.id, prompt.domain, (len(found[0]),), (lengths,)))
-            tokens.append(found[0])
-            blocks.append(drafter.blocks(found[0], stats) if isinstance(drafter, RecordingDrafter) else [])
-        evaluation = Evaluation(
-            temperature=0.0,
-            block_size=drafter.block_size,
+        plain, many = self.plain(progress), len(self.prompts)
+        place = {(prompt.domain, prompt.id): index for index, prompt in enumerate(self.prompts)}
+        tokens: list[list[int]] = [[] for _ in self.prompts]
+        blocks: list[list[Block]] = [[] for _ in self.prompts]
+        equality, recorded = [Equality()] * many, isinstance(drafter, RecordingDrafter)
+
+        def answered(prompts: list[Prompt], answers: list[list[int]], stats: Stats) -> None:
+            (prompt,), (found,) = prompts, answers
+            index = place[prompt.domain, prompt.id]
+            equality[index] = self.equality(index, found, plain[index], what)
+            tokens[index] = found
+            if recorded:
+                blocks[index] = drafter.blocks(found, stats)
+
+        evaluation = evaluate(
+            self.model,
+            drafter,
+            self.tokenizer,
+            self.prompts,
             max_new_tokens=self.max_new_tokens,
             batch_size=1,
-            seed=0,
-            confidence_threshold=getattr(drafter, "confidence_threshold", 0.0),
-            use_markov=getattr(drafter, "use_markov", True),
-            domains=counts,
-            prompts=tuple(results),
-            mean_of=tuple(self.domains),
+            on_progress=lambda done: progress(f"{what}: {done} of {many} prompts"),
+            on_answers=answered,
         )
-        return Answers(evaluation, tokens, blocks, equality)
+        own = {
+            name: getattr(drafter, name) for name in ("confidence_threshold", "use_markov") if hasattr(drafter, name)
+        }
+        return Answers(replace(evaluation, **own), tokens, blocks, sum(equality, Equality()))
 
     def equality(self, index: int, ours: list[int], plain: list[int], what: str) -> Equality:
         """One answer against plain decoding's.

@@ -71,7 +71,7 @@ class Sweep(Measurement):
         places = range(len(self.thresholds))  # as equal steps: 0.7 and 0.9 would stand too close for their labels
         left.plot(places, proposed, "s--", color=PLAIN, linewidth=2, label="drafts verified")
         left.plot(places, taus, "o-", color=DSPARK, linewidth=2, label="tokens committed (tau)")
-        left.set(ylabel="per round")
+        left.set(ylabel="drafts or tokens per round")
         left.legend(frameon=False, fontsize=9)
         right.plot(places, costs, "D-", color=BAD, linewidth=2)
         right.set(ylabel="target positions per committed token")
@@ -89,7 +89,7 @@ class Sweep(Measurement):
                 )
         for axis, highest in ((left, max(*proposed, *taus)), (right, max(costs))):
             axis.set_xticks(list(places), [f"{one:g}" for one in self.thresholds])
-            axis.set(xlabel="confidence threshold")
+            axis.set(xlabel="confidence threshold (not to scale)")
             axis.margins(x=0.15)
             from_zero(axis, highest, room=1.2)
         return figure

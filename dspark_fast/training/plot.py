@@ -61,11 +61,11 @@ def _losses(axis: Any, rows: list[dict[str, Any]], held_out: list[tuple[int, dic
     if held_out:
         axis.plot([], [], "o", color="0.4", markersize=4, label="held out")
     axis.set(title="losses", xlabel="step", yscale="log")
-    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.yaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_minor_formatter(NullFormatter())
-    axis.legend(frameon=False)
+    _legend_above(axis)
 
 
 def _acceptance_length(axis: Any, rows: list[dict[str, Any]], held_out: list[tuple[int, dict[str, Any]]]) -> None:
@@ -77,7 +77,7 @@ def _acceptance_length(axis: Any, rows: list[dict[str, Any]], held_out: list[tup
         label = f"best held out: {best[1]:.2f} at step {best[0]:,}"
         axis.plot(*best, "o", markersize=11, fillstyle="none", color="tab:red", linestyle="", label=label)
     axis.set(title="acceptance length (teacher-forced, temperature 1)", xlabel="step", ylabel="tokens per round")
-    axis.legend(frameon=False, loc="lower right")
+    _legend_above(axis)
 
 
 def _positions(axis: Any, rows: list[dict[str, Any]], held_out: list[tuple[int, dict[str, Any]]]) -> None:
@@ -137,7 +137,26 @@ def _calibration(axis: Any, held_out: list[tuple[int, dict[str, Any]]]) -> None:
         # A point's area is its bin's share of the drafts: what lies off the diagonal matters by it.
         axis.scatter(x, y, s=[8 + 90 * one[0] / largest for one in filled], color=color, alpha=0.8, linewidths=0)
     axis.set_title(f"calibration of the confidence head (step {step:,})")
-    axis.legend(frameon=False, loc="upper left", title="expected calibration error", alignment="left")
+    axis.legend(
+        frameon=False, loc="upper left", bbox_to_anchor=(1.02, 1), title="expected\ncalibration error", alignment="left"
+    )
+
+
+def _legend_above(axis: Any) -> None:
+    """Between the title and the panel: inside it there is no place where no curve may come."""
+    handles, labels = axis.get_legend_handles_labels()
+    axis.set_title(axis.get_title(), pad=26)
+    axis.legend(
+        handles,
+        labels,
+        frameon=False,
+        fontsize=9,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 0.99),
+        ncols=len(labels),
+        columnspacing=1.2,
+        handletextpad=0.5,
+    )
 
 
 def _points(
