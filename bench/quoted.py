@@ -31,6 +31,12 @@ def _chunk() -> Values:
     return {"tokens": f"{PREFILL_CHUNK:,}"}
 
 
+def _unasked() -> Values:
+    from dspark_fast.engine.prepacked import UNASKED
+
+    return {"gib": f"{UNASKED / 2**30:g}"}
+
+
 def _power() -> Values:
     """Of the whole suite, ``-m losslessness``."""
     from dspark_fast.losslessness.rows import DISTANCE
@@ -73,6 +79,7 @@ QUOTED: dict[str, Callable[[], Values]] = {
     "with Python {oldest} to {newest}, without a GPU": _pythons,
     "kernels on a GPU (compute capability {oldest} and later": _capability,
     "read in chunks of {tokens} tokens": _chunk,
+    "if these take at most {gib} GiB": _unasked,
     "sees a total-variation error of {percent} %": _power,
     "The target answers {prompts} prompts greedily": _asked,
     "beyond chance (paired by block, {percent} % over all changes together)": _level,

@@ -130,7 +130,7 @@ def _flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-_FLAGS = ("use_markov", "off_switch", "use_graph", "compile_target", "log_probs", "report_divergence")
+_FLAGS = ("use_markov", "off_switch", "use_graph", "compile_target", "pack_weights", "log_probs", "report_divergence")
 _NEVER_NONE = ("use_markov", "compile_target", "log_probs", "report_divergence", "confidence_threshold")
 _OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_FLAGS, (_flag, "True or False")),

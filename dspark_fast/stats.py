@@ -71,7 +71,7 @@ class Stats:
         absent: tokens at the start of each row that the drafter's context lacks, because they were read elsewhere.
         divergence: with ``report_divergence``, for each row where it differs first from plain decoding, None where it
             does not (:class:`~dspark_fast.divergence.FirstDifference`); None if it was not asked for.
-        memory: bytes of cached keys and values, of ``target`` and ``drafter``.
+        memory: bytes of cached keys and values, of ``target`` and ``drafter``; of weights laid out anew, ``packed``.
     """
 
     batch: int

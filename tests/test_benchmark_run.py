@@ -51,16 +51,16 @@ def test_a_whole_run(measure, pair):
     report = measure(also=("no-cache",), batches=(1, 3), max_new_tokens=6)
     assert json.loads(json.dumps(report)) == report
     rows = {(row["batch"], row["set"], row["provider"]): row for row in report["rows"]}
-    expected = {"generate", *SPECULATING}
+    expected = {"generate", "no-drafter", *SPECULATING}
     assert {name for batch, of, name in rows if batch == 1 and of == "all"} == expected
     assert {name for batch, of, name in rows if batch == 1 and of == "chat"} == expected
     assert {(of, name) for batch, of, name in rows if batch == 3} == {
-        ("all", name) for name in ("generate", "ours", "always", "autoregressive")
+        ("all", name) for name in ("generate", "ours", "always", "no-drafter", "autoregressive")
     }
     missing = {(one["provider"], one["batch"]) for one in report["left_out"]}
-    assert missing == {(name, None) for name in WITHOUT} | {("no-graph", 1), ("reference", 1)} | {
-        (name, 3) for name in ("assisted", "lookup", "notebook", "no-cache", "no-graph", "reference")
-    }
+    assert missing == {(name, None) for name in WITHOUT} | {
+        (name, 1) for name in ("unpacked", "no-graph", "reference")
+    } | {(name, 3) for name in ("assisted", "lookup", "notebook", "no-cache", "unpacked", "no-graph", "reference")}
     assert all(one["why"] for one in report["left_out"])
     for (batch, of, name), row in rows.items():
         assert row["prompts"] == (batch if batch > 1 else 4 if of == "all" else 2)

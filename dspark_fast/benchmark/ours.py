@@ -17,6 +17,7 @@ from dspark_fast.benchmark.notebook import by_reference
 from dspark_fast.benchmark.theirs import settings
 from dspark_fast.benchmark.way import Pair
 from dspark_fast.benchmark.workload import Case
+from dspark_fast.engine.prepacked import prepackable
 from dspark_fast.first_token import waiting
 from dspark_fast.stats import Stats
 
@@ -34,6 +35,16 @@ def always(pair: Pair, case: Case, new_tokens: int) -> Call:
 def compiled(pair: Pair, case: Case, new_tokens: int) -> Call:
     """As users get it with ``compile_target``."""
     return _decode(pair, case, new_tokens, pair.draft, compile_target=True)
+
+
+def no_drafter(pair: Pair, case: Case, new_tokens: int) -> Call:
+    """Token by token, with all that is ours but speculation."""
+    return _decode(pair, case, new_tokens, None)
+
+
+def unpacked(pair: Pair, case: Case, new_tokens: int) -> Call:
+    """As users get it, but on the weights as they lie."""
+    return _decode(pair, case, new_tokens, pair.draft, pack_weights=False)
 
 
 def no_graph(pair: Pair, case: Case, new_tokens: int) -> Call:
@@ -76,6 +87,11 @@ def needs_graphs(pair: Pair, batch: int) -> str | None:
 def needs_kernels(pair: Pair, batch: int) -> str | None:
     """Without a GPU every way of ours runs on the reference ops."""
     return None if pair.model.device.type == "cuda" else "on a CPU all of ours run on the reference ops"
+
+
+def needs_packing(pair: Pair, batch: int) -> str | None:
+    """Where nothing is packed there is nothing to leave out."""
+    return None if prepackable([pair.model]) else "only bf16 on a CPU that multiplies it is packed"
 
 
 def needs_assistant(pair: Pair, batch: int) -> str | None:

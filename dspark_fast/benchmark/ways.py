@@ -21,6 +21,8 @@ WAYS: dict[str, Way] = {
         Way("ours", "dspark-fast", ours.default, ours=True),
         Way("always", "dspark-fast, always drafting", ours.always, ours=True),
         Way("compiled", "dspark-fast, compiled target", ours.compiled, ours=True, compiles=True),
+        Way("no-drafter", "dspark-fast, no drafter", ours.no_drafter, ours=True),
+        Way("unpacked", "dspark-fast, weights unpacked", ours.unpacked, ours.needs_packing, ours=True),
         Way("no-graph", "dspark-fast, without graphs", ours.no_graph, ours.needs_graphs, ours=True),
         Way("reference", "dspark-fast, reference ops", ours.on_reference, ours.needs_kernels, ours=True),
         Way("autoregressive", "dspark-fast, small LM drafts", ours.autoregressive, ours.needs_assistant, ours=True),

@@ -96,8 +96,8 @@ def bench(
     Before anything is timed, the fp32 tokens of every provider are compared with those of transformers' generate; if
     one of ours differs, nothing is reported. Speedups are of the tokens after the first, over generate in the same
     repeat. Providers: generate, static (static cache, compiled), assisted, lookup (prompt lookup), notebook (the loop
-    that DSpark is explained with), no-cache (on request), ours, always (no off-switch), compiled, no-graph and
-    reference (on a GPU), autoregressive.
+    that DSpark is explained with), no-cache (on request), ours, always (no off-switch), compiled, no-drafter,
+    unpacked (bf16 on a CPU, the weights as they lie), no-graph and reference (on a GPU), autoregressive.
     """
     if temperature > 0:
         raise typer.BadParameter(

@@ -41,7 +41,8 @@ def modes(model: nn.Module) -> tuple[Hashable, ...]:
     """What a compiled pass has baked in besides shapes."""
     kind = next(model.parameters()).device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    return torch.is_inference_mode_enabled(), autocast, model.training
+    packed = any("forward" in vars(module) for module in model.modules())
+    return torch.is_inference_mode_enabled(), autocast, model.training, packed
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, QuantizedCache
 
 from dspark_fast.drafters import Drafter
@@ -22,6 +23,7 @@ from dspark_fast.engine.outputs import Outputs
 from dspark_fast.engine.own_past import OwnPast
 from dspark_fast.engine.pace import Pace
 from dspark_fast.engine.past import Past
+from dspark_fast.engine.prepacked import prepacked, weights_of
 from dspark_fast.engine.reader import OnCommit, Reader
 from dspark_fast.engine.round import Round, Sampling
 from dspark_fast.engine.state import DecodingState, Limits
@@ -48,6 +50,7 @@ class Plan:
         strict: raise if they cannot be captured after all; otherwise they run without.
         past: what is known of the prompts' beginnings; None if nothing is.
         quantised: an empty cache to drive the target behind, on the path ``own``; None for the model's own.
+        prepacked: layers that run on packed weights.
         keep: hand back a :class:`~dspark_fast.engine.past.Past`.
     """
 
@@ -63,6 +66,7 @@ class Plan:
     strict: bool = False
     past: Past | None = None
     quantised: QuantizedCache | None = None
+    prepacked: list[nn.Linear] = field(default_factory=list)
     keep: bool = False
 
 
@@ -103,7 +107,14 @@ def decode(
     stats.off_switch = plan.switch is not None
     clock = Clock(stats.seconds, prompts.device)
     # Events, streams and captures are of the current device, which need not be the target's.
-    with alone(), torch.cuda.device_of(prompts), _workspace(model, drafter, prompts, prompt_lengths, plan) as work:
+    if plan.prepacked:
+        stats.memory["packed"] = weights_of(plan.prepacked)
+    with (
+        alone(),
+        prepacked(plan.prepacked),
+        torch.cuda.device_of(prompts),
+        _workspace(model, drafter, prompts, prompt_lengths, plan) as work,
+    ):
         reader = Reader(work.state, stats, lag=int(plan.graph), stopping=plan.stopping, on_commit=plan.on_commit)
         cache = work.cache if plan.path == "ragged" else plan.quantised
         with driven(model, work.drafter.target_layer_ids, cache) as target, ExitStack() as stack:
@@ -116,7 +127,7 @@ def decode(
             if plan.compiled and not reader.done:
                 with clock.part("compilation"):
                     blocks = {work.drafter.block_size + 1, *([1] if plan.switch is not None else [])}
-                    stats.compiled = target.compile(len(prompts), sorted(blocks), reader.longest)
+                    stats.compiled = target.compile(len(prompts), blocks, reader.longest)
                     if stats.compiled:
                         stack.enter_context(compiling())
                     # On a GPU the round is a graph, in which the drafter's kernels wait for nobody.

@@ -18,6 +18,7 @@ MB = 1e6
 PARTS = {
     "target": ("target's weights", "#5b6673"),
     "drafter": ("drafter's own weights", COLOURS["dspark"]),
+    "packed": ("weights packed for the CPU", "#a7b4c4"),
     "target_cache": ("target's keys and values", "#8fb996"),
     "drafter_cache": ("drafter's keys and values", "#e0b15c"),
 }
@@ -30,6 +31,7 @@ class Peak:
     Attributes:
         way: ``plain``, ``autoregressive`` or ``dspark``.
         target: weights and buffers of the target; drafter: those that the drafter does not share with it.
+        packed: copies of weights that are laid out for a CPU.
         target_cache, drafter_cache: cached keys and values at their largest.
         libraries: resident before a model was loaded, the interpreter and the libraries; 0 on a GPU.
         peak: of the process: on a CPU the largest resident set, on a GPU what torch had allocated at most.
@@ -44,6 +46,7 @@ class Peak:
     libraries: int
     peak: int
     tokens: int
+    packed: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Memory(Measurement):
     def measure(cls, subject: Any, progress: Progress) -> Memory:
         """``subject`` is the report's settings: no pair is loaded here, which would count."""
         peaks, small, device = [], "none", "cpu"
-        for way in COLOURS:
+        for way in ("plain", "autoregressive", "dspark"):
             progress(f"memory: {NAMES[way]}, in a process of its own")
             found = _measured(way, subject.to_dict())
             if "none" in found:  # the target cannot be driven by an autoregressive drafter
@@ -99,7 +102,7 @@ class Memory(Measurement):
         bars = axis.bar(places, tops, 0.66, facecolor="none", edgecolor=INK, linewidth=1.3, linestyle="--", label=what)
         label_bars(axis, bars, [f"{one:,.0f} MB" for one in tops])
         axis.set_xticks(list(places), [NAMES[one.way] for one in self.peaks])
-        axis.set(ylabel="megabytes (10^6 bytes)")
+        axis.set(ylabel="megabytes ($10^6$ bytes)")
         from_zero(axis, max(*tops, *bottom))
         figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
         axis.axhline(0, color=PLAIN, linewidth=0.8)
@@ -116,7 +119,8 @@ class Memory(Measurement):
         said = [
             f"DSpark adds {own / MB:,.0f} MB to the target's {plainly.target / MB:,.0f} MB: {ours.drafter / MB:,.0f} "
             f"MB of weights of its own (embedding and LM head are the target's) and {ours.drafter_cache / MB:.1f} MB "
-            f"of cached context at {ours.tokens} tokens.",
+            f"of cached context at {ours.tokens} tokens"
+            + (f"; {ours.packed / MB:,.0f} MB more are weights packed for the CPU." if ours.packed else "."),
             f"The peak of the process is {ours.peak / MB:,.0f} MB with it and {plainly.peak / MB:,.0f} MB without "
             f"({100 * (ours.peak / plainly.peak - 1):+.0f} %)"
             + ("; that includes loading, and what the libraries take." if self._resident else "."),

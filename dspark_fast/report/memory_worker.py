@@ -31,7 +31,7 @@ def main(way: str, settings: dict[str, Any]) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # what loading held for a moment is given back
     ids = subject.ids(0)
-    caches = {"target": 0, "drafter": 0}
+    caches = {"target": 0, "drafter": 0, "packed": 0}
     if way == "plain":
         output = subject.model.generate(
             ids,
@@ -55,7 +55,7 @@ def main(way: str, settings: dict[str, Any]) -> dict[str, Any]:
             off_switch=False,
             pad_token_id=0,
         )
-        width, caches = output.shape[1], output.stats.memory
+        width, caches = output.shape[1], caches | output.stats.memory
     seen = {tensor.data_ptr() for tensor in _tensors(subject.model)}
     module = {"plain": None, "autoregressive": getattr(subject.small, "draft", None), "dspark": subject.draft}[way]
     own = [] if module is None else [one for one in _tensors(module) if one.data_ptr() not in seen]
@@ -64,6 +64,7 @@ def main(way: str, settings: dict[str, Any]) -> dict[str, Any]:
         "drafter": _bytes(own),
         "target_cache": caches["target"],
         "drafter_cache": caches["drafter"],
+        "packed": caches["packed"],
         "libraries": 0 if device.type == "cuda" else libraries,
         "peak": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident("VmHWM"),
         "tokens": width,

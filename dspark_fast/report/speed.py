@@ -29,7 +29,8 @@ class Run:
 
     Attributes:
         prompt: its id; repeat: the how many-th time.
-        way: ``plain``, ``autoregressive`` or ``dspark``.
+        way: ``plain`` (transformers' own generate), ``undrafted`` (ours without a drafter), ``autoregressive`` or
+            ``dspark``.
         prefill: seconds to the first token.
         decode: seconds from there to the end.
         tokens: new ones, the first included.
@@ -113,6 +114,7 @@ class Speed(Measurement):
             {
                 "small": self.small,
                 "speedup": {way: asdict(self.speedup(way)) for way in self.ways},
+                "gain": asdict(self.gain) if self.gain else None,
                 "tokens_per_second": {way: asdict(self.speed(way)) for way in self.ways},
                 "prefill_seconds": {way: asdict(self.prefill(way)) for way in self.ways},
                 "runs": [asdict(one) for one in self.runs],
@@ -138,8 +140,15 @@ class Speed(Measurement):
         base = {(run.prompt, run.repeat): run.speed for run in self.runs if run.way == "plain"}
         return Spread.of([run.speed / base[run.prompt, run.repeat] for run in self.runs if run.way == way])
 
+    @property
+    def gain(self) -> Spread | None:
+        """DSpark over ours without a drafter, run by run: what speculation alone gives. None where that was not run."""
+        base = {(run.prompt, run.repeat): run.speed for run in self.runs if run.way == "undrafted"}
+        runs = [run for run in self.runs if run.way == "dspark" and (run.prompt, run.repeat) in base]
+        return Spread.of([run.speed / base[run.prompt, run.repeat] for run in runs]) if runs else None
+
     def draw(self) -> Figure:
-        figure, (left, right) = canvas(2, width=9.6, width_ratios=[3, 2])
+        figure, (left, right) = canvas(2, width=10.8, width_ratios=[3, 2])
         names = [NAMES[way].replace(" ", "\n", 1) for way in self.ways]
         panels = (
             (left, [self.speedup(way) for way in self.ways], 1.0),
@@ -162,7 +171,7 @@ class Speed(Measurement):
             from_zero(axis, max(tops), room=1.22)
         pairs = sum(run.way == "dspark" for run in self.runs)
         left.set(title="decoding, after the first token", ylabel="speed over plain decoding")
-        left.set_xlabel(f"median of {counted(pairs, 'pair')} of runs; whiskers: least and most", fontsize=9)
+        figure.supxlabel(f"median of {counted(pairs, 'pair')} of runs; whiskers: least and most", fontsize=9)
         right.set(title="prefill, to the first token", ylabel="milliseconds")
         return figure
 
@@ -174,6 +183,13 @@ class Speed(Measurement):
             f"DSpark decodes {ours.median:.2f} {verb} transformers' own generate (median of {counted(pairs, 'pair')} "
             f"of runs, {ours.least:.2f} to {ours.most:.2f})" + ("." if ours.median >= 1 else ": here it loses.")
         ]
+        if self.gain is not None:
+            alone = self.speedup("undrafted")
+            said.append(
+                f"Ours without a drafter runs at {alone.median:.2f} of generate's speed ({alone.least:.2f} to "
+                f"{alone.most:.2f}); over that, DSpark is {self.gain.median:.2f} times as fast "
+                f"({self.gain.least:.2f} to {self.gain.most:.2f}), which is what speculation gives."
+            )
         if "autoregressive" in self.ways:
             theirs = self.speedup("autoregressive")
             won = "gains" if theirs.median > 1 else "costs more than it gains"
@@ -248,6 +264,7 @@ def _ways(subject: Subject) -> dict[str, Call]:
     if subject.small is not None:
         ways["autoregressive"] = drafted(subject.small)
     ways["dspark"] = drafted(subject.draft)
+    ways["undrafted"] = drafted(None)
     return ways
 
 

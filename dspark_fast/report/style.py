@@ -10,10 +10,17 @@ if TYPE_CHECKING:
 
 PLAIN, AUTOREGRESSIVE, DSPARK, OFF = "#8b9199", "#d2822a", "#2b6cb0", "#7fb0dd"
 GOOD, BAD, INK, FAINT = "#2f8f5b", "#c4493a", "#24292f", "#d5d9de"
-COLOURS = {"plain": PLAIN, "autoregressive": AUTOREGRESSIVE, "dspark": DSPARK}
-NAMES = {"plain": "plain (transformers)", "autoregressive": "autoregressive drafter", "dspark": "DSpark"}
+UNDRAFTED = "#5d9a94"
+COLOURS = {"plain": PLAIN, "undrafted": UNDRAFTED, "autoregressive": AUTOREGRESSIVE, "dspark": DSPARK}
+NAMES = {
+    "plain": "plain (transformers)",
+    "undrafted": "plain (dspark-fast)",
+    "autoregressive": "autoregressive drafter",
+    "dspark": "DSpark",
+}
 
 DPI = 130
+UNCROSSED = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # a text's box: no grid line runs through it
 
 
 def check_plots() -> None:
@@ -45,6 +52,7 @@ def canvas(panels: int = 1, *, width: float = 7.6, height: float = 4.2, **option
         axis.spines[["top", "right"]].set_visible(False)
         axis.spines[["left", "bottom"]].set_color("#9aa1a9")
         axis.tick_params(colors=INK, length=3)
+        axis.xaxis.labelpad = axis.yaxis.labelpad = 7  # the default lets a label touch its ticks' numbers
         axis.grid(axis="y", color=FAINT, linewidth=0.7)
         axis.set_axisbelow(True)
     return figure, axes
@@ -63,7 +71,21 @@ def label_bars(axis: Any, bars: Any, texts: Iterable[str], above: Iterable[float
             va="bottom",
             fontsize=9,
             color=INK,
+            bbox=UNCROSSED,
         )
+
+
+def key_above(axis: Any, highest: float, **options: Any) -> None:
+    """A y axis from zero and a legend in a free strip on top of it, where no curve comes.
+
+    Args:
+        axis: of curves up to ``highest``.
+        options: of the legend.
+    """
+    ticks = [tick for tick in axis.get_yticks() if 0 <= tick <= 1.001 * highest]
+    axis.set_ylim(0, 1.26 * highest)
+    axis.set_yticks(ticks)
+    axis.legend(frameon=False, fontsize=8.5, loc="upper center", **options)
 
 
 def from_zero(axis: Any, highest: float, *, room: float = 1.18) -> None:

@@ -182,6 +182,7 @@ FAULTS = [
     one("off_switch", "x", "accepted"),
     one("use_graph", "x", "accepted"),
     one("compile_target", 1, "accepted"),
+    one("pack_weights", 1, "accepted"),
     one("log_probs", "x", "accepted"),
     one("verification", "typical", "never accepted"),
 ]
@@ -230,6 +231,7 @@ ACCEPTED = {
     "off_switch": FLAG | {"none"},
     "use_graph": FLAG | {"none"},
     "compile_target": FLAG,
+    "pack_weights": FLAG | {"none"},
     "log_probs": FLAG,
     "stop_strings": {"none"},  # there is no tokenizer
     "tokenizer": {"none"},
