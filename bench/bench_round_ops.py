@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import bench_block_attention
@@ -40,6 +41,8 @@ from near_ties import rms_error
 
 import dspark_fast
 from dspark_fast import ops
+from dspark_fast.engine import attention
+from dspark_fast.engine.cache import RaggedCache
 from dspark_fast.evaluation import shipped_prompts
 from dspark_fast.pairs import best_dtype, draft_name
 
@@ -53,7 +56,9 @@ MODES = {
     "greedy": {"do_sample": False},
     "rejection": {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "seed": 1},
 }
-OPS = ("markov_walk", "block_attention", "store_context_kv", "verify")
+#: where each is called from
+OPS = {name: ops for name in ("markov_walk", "block_attention", "store_context_kv", "verify")}
+OPS["masked_attention"] = attention  # the target's, which shares a mask among its layers
 OWN_NOISE = "not compared: torch's own noise, the same law and other tokens"
 
 
@@ -90,8 +95,8 @@ class Plain(NamedTuple):
 
 def words(name: str, mode: str, args: tuple[Any, ...], options: dict[str, Any], block: int) -> str:
     """What the page calls it."""
-    if name == "block_attention":
-        return "target's attention" if options["causal"] else "drafter's attention"
+    if name in ("block_attention", "masked_attention"):
+        return "target's attention" if name == "masked_attention" else "drafter's attention"
     if name == "store_context_kv":
         return "store the block's own" if args[0].shape[1] == block else "store context"
     if name == "markov_walk":
@@ -106,7 +111,7 @@ def watched(mode: str, block: int, kept: int | None = None) -> Iterator[Rounds]:
     The prefill is no round, which begins where the drafter stores its block's first keys.
     """
     seen = Rounds()
-    before = {name: getattr(ops, name) for name in OPS}
+    before = {name: getattr(owner, name) for name, owner in OPS.items()}
     judged = 0
 
     def timed(name: str, *args: Any, **options: Any) -> Any:
@@ -126,18 +131,20 @@ def watched(mode: str, block: int, kept: int | None = None) -> Iterator[Rounds]:
                 judged += name == "verify"
 
     try:
-        for name in OPS:
-            setattr(ops, name, partial(timed, name))
+        for name, owner in OPS.items():
+            setattr(owner, name, partial(timed, name))
         yield seen
     finally:
         for name, function in before.items():
-            setattr(ops, name, function)
+            setattr(OPS[name], name, function)
 
 
 def _copied(value: Any) -> Any:
     """Tensors as they are now: caches are written again a round later."""
     if isinstance(value, tuple):
         return tuple(map(_copied, value))
+    if isinstance(value, RaggedCache):  # of which attention reads how long its rows are, and the mask of the pass
+        return SimpleNamespace(lengths=value.lengths.clone(), masks=dict(value.masks))
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -159,9 +166,17 @@ def bytes_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> int:
     if name == "store_context_kv":
         k, cos, counts = args[0], args[3], args[8]
         return bench_context_kv.bytes_moved(counts.tolist(), *k.shape[2:], itemsize=k.itemsize, table=cos.itemsize)
-    q, k, _, lengths = args
-    _, block, heads, dim = q.shape
-    return bench_block_attention.bytes_moved(lengths.tolist(), block, heads, k.shape[2], dim, itemsize=q.itemsize)
+    q, k, _ = _heads_first(name, args)
+    (_, heads, block, dim), (_, kv_heads, length, _) = q.shape, k.shape
+    return bench_block_attention.bytes_moved([length], block, heads, kv_heads, dim, itemsize=q.itemsize)
+
+
+def _heads_first(name: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values of an attention of one row as transformers has them, ``[1, heads, T, D]``."""
+    if name == "masked_attention":
+        return args[:3]
+    q, keys, values, lengths = args
+    return tuple(states.transpose(1, 2) for states in (q, keys[:, : int(lengths)], values[:, : int(lengths)]))
 
 
 def plain_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Plain:
@@ -199,18 +214,16 @@ def plain_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Plain
             return mine[5], mine[6]
 
         return Plain(store, lambda ours, caches: _near(torch.cat(caches), torch.cat(args[5:7])))
-    q, keys, values, lengths = args
-    length, block = int(lengths[0]), q.shape[1]
-    k, v = keys[:, :length].transpose(1, 2), values[:, :length].transpose(1, 2)
-    mask = torch.ones(block, length, dtype=torch.bool).tril(length - block) if options["causal"] else None
+    q, k, v = _heads_first(name, args)
+    block, length = q.shape[2], k.shape[2]
+    causal = name == "masked_attention"
+    mask = torch.ones(block, length, dtype=torch.bool).tril(length - block) if causal else None
 
-    def attention() -> torch.Tensor:
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k, v, attn_mask=mask, scale=options["scale"], enable_gqa=True
-        )
+    def plain() -> torch.Tensor:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options["scale"], enable_gqa=True)
         return out.transpose(1, 2)
 
-    return Plain(attention, lambda ours, theirs: _near(theirs, ours))
+    return Plain(plain, lambda ours, theirs: _near(theirs, ours))
 
 
 def _same(what: str, ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> str:
@@ -236,7 +249,7 @@ def alone(
 
     ``copies`` takes the rate of the copy before each call, bytes per microsecond.
     """
-    ours, plain = partial(getattr(ops, name), *args, **options), plain_of(name, args, options)
+    ours, plain = partial(getattr(OPS[name], name), *args, **options), plain_of(name, args, options)
     given, theirs = ours(), plain.call()
     equality = plain.equal(given, theirs)
     source, target = torch.ones(2, COPIED // 8, dtype=torch.int64)

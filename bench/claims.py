@@ -210,6 +210,18 @@ def _undrafted(results: Results) -> dict[str, str]:
     return {"times": f"{statistics.mean(row['speedup'] for row in rows):.2f}"}
 
 
+def _soak(results: Results) -> dict[str, str]:
+    found = results.soak
+    kinds, memory = found["calls"]["kind"], found["memory_mib"]
+    failed = sum(kinds[name] for name in ("NaN", "bad argument", "interrupt", "streamer raises"))
+    return {
+        "calls": f"{found['calls']['all']:,}",
+        "failed": str(failed),
+        "mib": f"{max(memory) - min(memory):.1f}",
+        "hooks": str(found["hooks_left"]),
+    }
+
+
 def _memory(results: Results) -> dict[str, str]:
     """The fused loss's share of the memory of the unfused one, as a bound."""
     memory = results.draft_loss["memory"]
@@ -277,6 +289,8 @@ SENTENCES: dict[str, dict[str, Callable[[Results], dict[str, str]]]] = {
         "{faults} faults are planted in the code": _planted,
         "The {faults} faults, what finds each": _planted,
         "{op} reseeded runs of every op row and {loop} of every loop row": _alarms,
+        "in {calls} calls of every kind, {failed} of them made to fail, memory kept within {mib} MiB and left "
+        "{hooks} hooks": _soak,
         "Each of {faults} faults planted in SmolLM2's pair is named": _doctor,
         "One core gave {tokens} answer tokens in {answering} minutes and made {steps} steps of a two-layer drafter in "
         "{minutes}": _training,

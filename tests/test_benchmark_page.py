@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from torch.utils._device import _device_constructors
 
-from dspark_fast import generate, ops
+from dspark_fast import generate
+from dspark_fast.engine.masked_attention import masked_attention
 
 BENCH = Path(__file__).parent.parent / "bench"
 # `with torch.device(...)` learns once which functions make tensors: now, before a fixture puts others in their place.
@@ -240,14 +241,14 @@ def test_ops_of_rounds_are_seen_and_are_torchs_own(page, make_target, make_draft
         assert found["equality"].startswith("not compared" if own_noise else ("RMS", "tokens equal", "accepted")), what
         assert bench.bytes_of(name, *one.call) > 0
     assert len(copies) == 4 * len(runs[0].ops)
-    args, options = runs[0].ops["block_attention", "target's attention"].call
-    q, k, _, lengths = args
-    size = 2 * int(lengths[0]) * k.shape[2] * k.shape[3] + 2 * q.numel()
-    assert bench.bytes_of("block_attention", args, options) == size * q.itemsize
-    spoilt = (q, k, args[2] + 1, lengths)
-    plain = bench.plain_of("block_attention", spoilt, options)
+    args, options = runs[0].ops["masked_attention", "target's attention"].call
+    q, k, _, cache = args
+    assert k.shape[2] == int(cache.lengths) + q.shape[2]
+    assert bench.bytes_of("masked_attention", args, options) == 2 * (k.numel() + q.numel()) * q.itemsize
+    spoilt = (q, k, args[2] + 1, cache)
+    plain = bench.plain_of("masked_attention", spoilt, options)
     with pytest.raises(ValueError, match="RMS error"):
-        plain.equal(ops.block_attention(*args, **options), plain.call())
+        plain.equal(masked_attention(*args, **options), plain.call())
 
 
 def test_the_committed_predictions_are_what_the_script_writes(page):
