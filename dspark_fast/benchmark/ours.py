@@ -17,7 +17,7 @@ from dspark_fast.benchmark.notebook import by_reference
 from dspark_fast.benchmark.theirs import settings
 from dspark_fast.benchmark.way import Pair
 from dspark_fast.benchmark.workload import Case
-from dspark_fast.engine.prepacked import prepackable
+from dspark_fast.engine.prepacked import supported
 from dspark_fast.first_token import waiting
 from dspark_fast.stats import Stats
 
@@ -91,7 +91,8 @@ def needs_kernels(pair: Pair, batch: int) -> str | None:
 
 def needs_packing(pair: Pair, batch: int) -> str | None:
     """Where nothing is packed there is nothing to leave out."""
-    return None if prepackable([pair.model]) else "only bf16 on a CPU that multiplies it is packed"
+    there = pair.model.device.type == "cpu" and supported()
+    return None if there else "weights are packed on a CPU that multiplies bf16 alone"
 
 
 def needs_assistant(pair: Pair, batch: int) -> str | None:

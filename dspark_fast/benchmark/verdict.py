@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dspark_fast.benchmark.rows import ALL
-from dspark_fast.benchmark.ways import BASELINE
+from dspark_fast.benchmark.ways import BASELINE, NO_DRAFTER
 
 #: Plain decoding that is so many times as fast in one repeat as in another had the machine not to itself.
 MOST_SPREAD = 1.5
@@ -20,7 +20,7 @@ def sentences(rows: Sequence[Row]) -> list[str]:
 
     First who is ahead over all prompts; where the machine was not left alone (:func:`disturbed`) no lead of ours is
     claimed. Then, for each of our rows that another provider is ahead of, in which sets and who. That is said in
-    either case.
+    either case. Ours are those that draft: our own decoding without a drafter is one of the others.
     """
     shapes = list(dict.fromkeys((row["batch"], row["context"]) for row in rows))
     return [
@@ -31,7 +31,7 @@ def sentences(rows: Sequence[Row]) -> list[str]:
 
 
 def ahead(rows: Sequence[Row], mine: str) -> dict[str, list[Row]]:
-    """By set: the rows of providers that are not ours and faster than our way ``mine`` there, fastest first.
+    """By set: the rows of providers that do not draft for us and are faster than our way ``mine``, fastest first.
 
     Args:
         rows: of one shape.
@@ -40,7 +40,7 @@ def ahead(rows: Sequence[Row], mine: str) -> dict[str, list[Row]]:
     found = {}
     for row in rows:
         if row["provider"] == mine:
-            others = [one for one in rows if one["set"] == row["set"] and not one["ours"]]
+            others = [one for one in rows if one["set"] == row["set"] and not _ours(one)]
             faster = [one for one in others if _speedup(one) > _speedup(row)]
             if faster:
                 found[row["set"]] = sorted(faster, key=lambda one: -_speedup(one))
@@ -66,7 +66,7 @@ def disturbed(rows: Sequence[Row]) -> tuple[float, float] | None:
 def _said(rows: Sequence[Row]) -> list[str]:
     """Of one shape."""
     whole = [row for row in rows if row["set"] == ALL]
-    mine = sorted((row for row in whole if row["ours"]), key=lambda row: -_speedup(row))
+    mine = sorted((row for row in whole if _ours(row)), key=lambda row: -_speedup(row))
     if not mine:
         return ["none of ours was run"]
     spread = disturbed(rows)
@@ -82,7 +82,7 @@ def _said(rows: Sequence[Row]) -> list[str]:
 
 def _lead(rows: Sequence[Row], whole: Sequence[Row], best: Row) -> str:
     """Who is the fastest over all prompts."""
-    next_best = max((row for row in whole if not row["ours"]), key=_speedup)
+    next_best = max((row for row in whole if not _ours(row)), key=_speedup)
     if _speedup(best) < _speedup(next_best):
         return f"{_named(next_best)} is ahead of all of ours, {_times(next_best, best)} {best['label']}"
     said = f"{_named(best)} is ahead of every other provider, {_times(best, next_best)} {next_best['label']}"
@@ -119,6 +119,11 @@ def _first(faster: Sequence[Row]) -> str:
     rest = [f"{len(faster) - _MOST_NAMED} more"] if len(faster) > _MOST_NAMED else []
     *others, last = named + rest
     return f"{', '.join(others)} and {last}" if others else last
+
+
+def _ours(row: Row) -> bool:
+    """What it gains without a drafter is not speculation's."""
+    return row["ours"] and row["provider"] != NO_DRAFTER
 
 
 def _place(shape: tuple[int, int | None]) -> str:

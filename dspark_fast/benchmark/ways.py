@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dspark_fast.benchmark import ours, theirs
 from dspark_fast.benchmark.way import Pair, Way
 
-__all__ = ["BASELINE", "WAYS", "Pair", "Way", "chosen"]
+__all__ = ["BASELINE", "NO_DRAFTER", "WAYS", "Pair", "Way", "chosen"]
+
+NO_DRAFTER = "no-drafter"
 
 WAYS: dict[str, Way] = {
     way.name: way
@@ -21,7 +23,7 @@ WAYS: dict[str, Way] = {
         Way("ours", "dspark-fast", ours.default, ours=True),
         Way("always", "dspark-fast, always drafting", ours.always, ours=True),
         Way("compiled", "dspark-fast, compiled target", ours.compiled, ours=True, compiles=True),
-        Way("no-drafter", "dspark-fast, no drafter", ours.no_drafter, ours=True),
+        Way(NO_DRAFTER, "dspark-fast, no drafter", ours.no_drafter, ours=True),
         Way("unpacked", "dspark-fast, weights unpacked", ours.unpacked, ours.needs_packing, ours=True),
         Way("no-graph", "dspark-fast, without graphs", ours.no_graph, ours.needs_graphs, ours=True),
         Way("reference", "dspark-fast, reference ops", ours.on_reference, ours.needs_kernels, ours=True),

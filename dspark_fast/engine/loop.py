@@ -164,6 +164,8 @@ def decode(
                         plan.switch.forget()
                     now = time.perf_counter()
                 started = now
+        if plan.keep:
+            rounds.settle()
         stats.graph = plan.graph and work.refused is None
         stats.capacity = work.state.capacity
         _weigh(stats, target, work.drafter)

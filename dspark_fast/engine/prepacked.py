@@ -28,7 +28,7 @@ def prepackable(models: Iterable[nn.Module]) -> list[nn.Linear]:
     bf16 alone, and plain ``nn.Linear`` of plain weights alone: quantised layers and adapters are others, and a weight
     may be a tensor of a class of its own. fp32, in which tokens are compared, stays as it is.
     """
-    if not _supported() or torch.is_autocast_enabled("cpu"):
+    if not supported() or torch.is_autocast_enabled("cpu"):
         return []
     layers = {
         module: None
@@ -46,8 +46,8 @@ def _fits(weight: torch.Tensor) -> bool:
     return plain and weight.is_contiguous() and weight.numel() > 0
 
 
-def _supported() -> bool:
-    """The three operators are private: another torch may lack one."""
+def supported() -> bool:
+    """Whether this CPU and this torch can: the three operators are private, and another torch may lack one."""
     ops = torch.ops.mkldnn
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -73,8 +74,14 @@ class Sampling:
             self.processors.copy_(other.processors)
 
 
+# Plain steps whose features wait to be shown to the drafter together.
+_MOST_WAITING = 64
+
+
 class Round:
     """What one round does to a call's tensors.
+
+    What plain steps commit is shown to the drafter when it drafts again: one by one that is 3 % of SmolLM2's steps.
 
     Args:
         target, drafter, state, sampling: of the call.
@@ -98,6 +105,7 @@ class Round:
         self.outputs = outputs
         self.part = clock.part if clock is not None else lambda name: nullcontext()
         self._nothing = Proposal(*state.no_drafts)
+        self._waiting: list[_Step] = []
 
     def prefill(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
         """Read the prompts and commit each row's first token; arguments as of :meth:`Target.prefill`."""
@@ -106,6 +114,7 @@ class Round:
 
     def select(self, rows: torch.Tensor) -> None:
         """Go on with these rows alone, int64 ``[n]``."""
+        self.settle()
         for one in (self.target, self.drafter, self.state):
             one.select(rows)
         self.sampling = self.sampling.select(rows)
@@ -126,6 +135,8 @@ class Round:
         position, anchor = state.lengths - 1, state.anchor
         proposal = self._nothing
         if drafting:
+            with self.part("draft"):
+                self.settle()
             most = min((bound for bound in (most, self.target.room) if bound is not None), default=None)
             if hasattr(self.drafter, "most"):
                 self.drafter.most = None if most is None else max(1, most)
@@ -143,8 +154,23 @@ class Round:
             taken = self._commit(logits, proposal, lengths)
             self.target.advance(taken)
         with self.part("draft" if drafting else "plain"):
-            self.drafter.commit(ids, features, position, taken)
+            if drafting or longest is None:  # a graph is replayed: it holds one step and not those before
+                self.drafter.commit(ids, features, position, taken)
+            else:
+                self._waiting.append(_Step(ids, features, position, taken))
+                if len(self._waiting) == _MOST_WAITING:
+                    self.settle()
         return ids.shape[1] - 1
+
+    def settle(self) -> None:
+        """Show the drafter what plain steps have committed since it drafted."""
+        if not self._waiting:
+            return
+        steps, self._waiting = self._waiting, []
+        features = None if steps[0].features is None else torch.cat([step.features for step in steps], dim=1)
+        # A row is finished once and for all: what it has taken stands in front.
+        taken = torch.stack([step.taken for step in steps]).sum(dim=0)
+        self.drafter.commit(torch.cat([step.ids for step in steps], dim=1), features, steps[0].position, taken)
 
     def _commit(self, logits: torch.Tensor, proposal: Proposal, lengths: torch.Tensor) -> torch.Tensor:
         """Judge drafts by the target's logits ``[B, T+1, V]`` and commit; returns tokens taken, ``[B]``."""
@@ -172,6 +198,15 @@ class Round:
         if self.outputs is not None:
             self.outputs.keep(logits, processed, state.report, None if sampling.noise.mode == "greedy" else cuts)
         return taken
+
+
+class _Step(NamedTuple):
+    """What :meth:`Drafter.commit` is to be told of a plain step; ids ``[B, 1]``."""
+
+    ids: torch.Tensor
+    features: torch.Tensor | None
+    position: torch.Tensor
+    taken: torch.Tensor
 
 
 def _shortened(proposal: Proposal, drafted: int) -> Proposal:
