@@ -15,7 +15,12 @@ pytestmark = pytest.mark.floor
 
 NEW = 24
 WINDOW = 8
-LENGTHS = {"alone": (7,), "short": (9, 6, 1, 8), "long": (40, 23, 2, 31)}  # the long are more than the kernels' block
+LENGTHS = {
+    "one-token": (1,),
+    "alone": (7,),
+    "short": (9, 6, 1, 8),
+    "long": (40, 23, 2, 31),
+}  # the long are more than the kernels' block
 SIXTEEN = (1, 40, 5, 33, 2, 24, 7, 7, 12, 1, 48, 3, 21, 30, 9, 4)
 # As the formula has it: on transformers 5.17 SDPA ignores the softcap, and everywhere it has no sinks.
 EAGER = {"attn_implementation": "eager", "head_dim": 16, "sliding_window": WINDOW}
@@ -37,8 +42,8 @@ FAMILIES = {
     "gpt-oss": ("GptOss", {**EAGER, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "cohere": ("Cohere", {"logit_scale": 1.0}),
 }
-# Those that the drafters below are tried on; Llama, Qwen2, Qwen3 and Gemma have them in test_generate.py.
-OTHERS = ("mistral", "mistral-window", "phi3", "olmo2", "gemma2", "gemma3")
+# Those that the drafters below are tried on.
+DRAFTED = ("llama", "qwen2-window", "qwen3", "mistral", "mistral-window", "phi3", "olmo2", "gemma2", "gemma3")
 
 
 @pytest.fixture
@@ -79,7 +84,7 @@ def test_greedy_is_what_the_target_says(name, lengths, target_of, decoded):
     assert sum(ours.stats.accepted) > 0
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_sixteen_rows(name, target_of, decoded, make_draft, prompts):
     """Two tiles of rows; with a drafter of its own speed in each, finished ones leave."""
     model, batch = target_of(name), prompts(SIXTEEN)
@@ -91,8 +96,8 @@ def test_sixteen_rows(name, target_of, decoded, make_draft, prompts):
     assert torch.equal(ours, model.generate(batch.input_ids, **settings)) and len(set(ours.stats.new_tokens)) > 4
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS["alone"], LENGTHS["short"]], ids=["alone", "short"])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("lengths", [LENGTHS["alone"], LENGTHS["short"], SIXTEEN], ids=["alone", "short", "sixteen"])
+@pytest.mark.parametrize("name", DRAFTED)
 def test_a_drafter_that_is_always_right_and_one_that_is_always_wrong(name, lengths, target_of, decoded):
     model = target_of(name)
     truth, ours = decoded(model, lengths, right=1.0, ragged=False)
@@ -103,8 +108,8 @@ def test_a_drafter_that_is_always_right_and_one_that_is_always_wrong(name, lengt
     assert not any(ours.stats.accepted) and ours.stats.proposed[0] == (NEW - 1) * len(lengths)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS["alone"], LENGTHS["short"]], ids=["alone", "short"])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("lengths", [LENGTHS["one-token"], LENGTHS["short"]], ids=["one-token", "short"])
+@pytest.mark.parametrize("name", DRAFTED)
 def test_a_real_drafter(name, lengths, target_of, make_draft, prompts):
     """Of random weights, on the features of the layers it taps: also as transformers' own callable."""
     model, batch = target_of(name), prompts(lengths)

@@ -56,6 +56,34 @@ def test_drafts_are_rolled_back_behind_a_window(family, make_target, prompts, sc
     assert not torch.equal(windowed(SHORT_WINDOW + 1).generate(batch.input_ids, **settings), truth)
 
 
+EAGER = {"attn_implementation": "eager", "head_dim": 16, "sliding_window": SHORT_WINDOW, "query_pre_attn_scalar": 16}
+FAMILIES = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Mistral": {"sliding_window": None},
+    "Phi3": {"sliding_window": None},
+    "Olmo2": {},
+    "Gemma3Text": {**EAGER, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+@pytest.mark.floor
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_behind_thousands_of_tokens(family, make_target, make_draft, prompts, scripted, unpadded):
+    """Scripted ones, and those of a drafter."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = make_target(family, max_position_embeddings=4096, **{**sizes, **FAMILIES[family]})
+    batch = prompts((3000, 1))
+    settings = {**SETTINGS, "attention_mask": batch.attention_mask}
+    truth = model.generate(batch.input_ids, **settings)
+    script = scripted(unpadded(truth, batch.attention_mask), right=0.6)
+    for draft in (script, make_draft(model, target_layer_ids=[0, 1])):
+        ours = dspark_fast.generate(model, draft, batch.input_ids, **settings)
+        assert torch.equal(ours, truth) and sum(ours.stats.proposed) > 0
+        assert draft is not script or 0 < sum(ours.stats.accepted) < sum(ours.stats.proposed)
+
+
 @torch.no_grad()
 def test_the_drafters_context_is_the_same_in_chunks(make_target, make_draft, prompts, monkeypatch):
     """Which drafts are right depends on all of the context: a chunk that was lost or shifted would show."""

@@ -40,6 +40,37 @@ def test_the_same_words_in_a_ragged_batch(batch, loaded):
     assert len(set(out.stats.new_tokens)) > 1 and out.stats.acceptance_length > 1.3
 
 
+@pytest.fixture(scope="module")
+def texts(loaded):
+    """Two rows of unlike lengths, a text of 3,000 tokens, one of a single token; and what is said to each."""
+    model, _, tokenizer = loaded
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    story = tokenizer(" ".join(PROMPTS.values()) * 40, return_tensors="pt")["input_ids"][:, :3000]
+    assert story.shape[1] == 3000
+    given = {
+        "ragged": tokenizer([PROMPTS["maths"], PROMPTS["short"]], padding=True, return_tensors="pt"),
+        "3000": {"input_ids": story, "attention_mask": torch.ones_like(story)},
+        "one-token": {"input_ids": story[:, :1], "attention_mask": torch.ones_like(story[:, :1])},
+    }
+    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    calls = {name: {**ids, **settings} for name, ids in given.items()}
+    return {name: (call, model.generate(**call)) for name, call in calls.items()}
+
+
+@pytest.mark.parametrize("name", ["ragged", "3000", "one-token"])
+@pytest.mark.parametrize("right", [None, 1.0, 0.6, 0.0], ids=["trained", "right", "mixed", "wrong"])
+def test_the_same_words_whatever_drafts(right, name, texts, loaded, scripted, unpadded):
+    model, draft, _ = loaded
+    call, truth = texts[name]
+    if right is not None:
+        draft = scripted(unpadded(truth, call["attention_mask"]), right=right, ragged=False)
+    out = dspark_fast.generate(model, draft, off_switch=False, **call)
+    assert torch.equal(out, truth)
+    assert right != 1.0 or out.stats.accepted == out.stats.proposed
+    assert right != 0.0 or not any(out.stats.accepted)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 def test_the_same_words_in_fp32(prompt, temperature, loaded):
