@@ -69,7 +69,7 @@ def decoded(prompts, scripted, unpadded):
         settings = {"attention_mask": batch.attention_mask, "max_new_tokens": NEW, "do_sample": False}
         truth = model.generate(batch.input_ids, **settings)
         rows = unpadded(truth, batch.attention_mask)
-        assert min(len(set(row[-NEW:])) for row in rows) >= 5  # equality of constants would say nothing
+        assert min(len(set(row[-NEW:])) for row in rows) >= 4  # equality of constants would say nothing
         draft = scripted(rows, right=right, watch=watch, **options)
         return truth, dspark_fast.generate(model, draft, batch.input_ids, **settings)
 

@@ -197,10 +197,12 @@ def test_nor_among_the_providers(quiet, readme):
     results.end_to_end = copy.deepcopy(results.end_to_end)
     for row in results.end_to_end["rows"]:
         row["tokens_per_second"]["most"] = (1.2 if quiet else 1.6) * row["tokens_per_second"]["least"]
+        if (row["set"], row["provider"]) == ("chat", "lookup"):
+            row["speedup"]["median"] = 9.0
     said = sys.modules["claims"].TABLES["README.md"]["providers"](results)
     assert ("is ahead of every other provider" in said) == quiet
     assert ("do not trust these speedups" in said) == (not quiet)
-    assert "- Batch 1: dspark-fast is behind in " in said  # of each set, in either case
+    assert "- Batch 1: dspark-fast is behind in chat (" in said and "lookup (9.00)" in said  # in either case
 
 
 # --- another drafter than the one that ships --------------------------------------------------------------------------

@@ -81,7 +81,7 @@ _MOST_WAITING = 64
 class Round:
     """What one round does to a call's tensors.
 
-    What plain steps commit is shown to the drafter when it drafts again: one by one that is 3 % of SmolLM2's steps.
+    What plain steps commit is shown to the drafter when it drafts again: one by one that is 2 % of SmolLM2's steps.
 
     Args:
         target, drafter, state, sampling: of the call.
