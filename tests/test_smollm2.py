@@ -46,7 +46,7 @@ def texts(loaded):
     model, _, tokenizer = loaded
     tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    story = tokenizer(" ".join(PROMPTS.values()) * 40, return_tensors="pt")["input_ids"][:, :3000]
+    story = tokenizer(" ".join(PROMPTS.values()) * 50, return_tensors="pt")["input_ids"][:, :3000]
     assert story.shape[1] == 3000
     given = {
         "ragged": tokenizer([PROMPTS["maths"], PROMPTS["short"]], padding=True, return_tensors="pt"),
