@@ -78,12 +78,18 @@ def check_outputs(notebook):
     assert all(one.startswith(b"\x89PNG") and len(one) > 4000 for one in pictures)
 
 
+def cpu_seconds(notebook):
+    """What the last cell says that it took: no other process counts."""
+    return int(re.search(r"(\d+) s of CPU time", printed(code_cells(notebook)[-1]))[1])
+
+
 def test_the_fast_form_runs_and_says_what_it_should(runner):
     before = NOTEBOOK.read_bytes()
     notebook = runner.execute(read(), fast=True)
     check_outputs(notebook)
     cells = {cell.id: printed(cell) for cell in code_cells(notebook)}
     assert "fast form" in code_cells(notebook)[-1].outputs[0].text
+    assert cpu_seconds(notebook) < 60
     lengths = [int(one) for one in re.search(r"each round: ([\d ]+)", cells["greedy-by-hand"])[1].split()]
     assert sum(lengths) >= 20 and all(1 <= one <= 4 for one in lengths)
     assert float(re.search(r"tau ([\d.]+)", cells["answer-by-hand"])[1]) > 1.1  # some drafts are accepted
@@ -132,6 +138,7 @@ def test_what_is_committed_is_a_full_run_of_this_code(runner):
     notebook = read()
     check_outputs(notebook)
     assert "full run" in printed(code_cells(notebook)[-1])
+    assert cpu_seconds(notebook) < 600  # ten minutes on one core
     assert notebook.metadata["sources"] == runner.digest(notebook), "run `python examples/run_tutorial.py` again"
     assert NOTEBOOK.stat().st_size < 1_500_000
     text = NOTEBOOK.read_text(encoding="utf-8")
