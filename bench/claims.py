@@ -98,6 +98,7 @@ def providers(results: Results) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     said = [OTHER_DRAFTER] if other_drafter(found, found["model"]) else []
+    said += [f"{row['label']}, {row['set']}: {row['why']}." for row in rows if row["why"]]
     return "\n".join([*lines, "", *(f"- {one}" for one in (*said, *sentences(rows)))])
 
 

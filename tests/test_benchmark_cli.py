@@ -70,6 +70,7 @@ def test_the_table(pair, tmp_path):
     flat = " ".join(result.stdout.split())
     assert "float32 batch 1, 3 prompts, 6 new tokens, median of 2 repeats" in flat
     assert all(sentence in flat for sentence in report["verdict"])
+    assert all(row["why"] in flat for row in report["rows"] if row["why"])  # of single sets too
     assert "Left out: lookup at batch 2: transformers speculates for one row alone, not for 2." in flat
     assert "not among --providers" in flat and "sums talk tau" in flat
     assert report["assistant"] == "the target's first 1 of 6 layers"

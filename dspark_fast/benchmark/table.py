@@ -85,11 +85,13 @@ def _differences(report: dict[str, Any]) -> list[str]:
 
 
 def _reasons(report: dict[str, Any]) -> list[str]:
+    """Why rows, those of single sets too, are not where they were predicted."""
+
+    def of_set(row: dict[str, Any]) -> str:
+        return "" if row["set"] == ALL else f", {row['set']}"
+
     return [
-        f"! {shape}: {row['label']} runs at {row['why']}."
-        for shape, rows in _whole(report).items()
-        for row in rows
-        if row["why"]
+        f"! {_shape(row)}{of_set(row)}: {row['label']} runs at {row['why']}." for row in report["rows"] if row["why"]
     ]
 
 
@@ -107,9 +109,12 @@ def _whole(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for row in report["rows"]:
         if row["set"] == ALL:
-            context = "" if row["context"] is None else f", {row['context']} tokens"
-            found.setdefault(f"Batch {row['batch']}{context}", []).append(row)
+            found.setdefault(_shape(row), []).append(row)
     return found
+
+
+def _shape(row: dict[str, Any]) -> str:
+    return f"Batch {row['batch']}" + ("" if row["context"] is None else f", {row['context']} tokens")
 
 
 def _figure(value: float | None) -> str:
