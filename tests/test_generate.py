@@ -87,11 +87,12 @@ def test_without_a_mask_nothing_is_padding(make_target, make_draft):
     assert torch.equal(dspark_fast.generate(model, make_draft(model), ids, max_new_tokens=8, do_sample=False), truth)
 
 
-def test_16_bit_tokens_are_near_the_best(make_target, make_draft, prompts, scripted):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_16_bit_tokens_are_near_the_best(dtype, make_target, make_draft, prompts):
     """A pass over several tokens rounds differently: a token may lose to a near-tie, and to nothing else."""
-    model, batch = make_target(fresh=True).to(torch.bfloat16), prompts((6, 3))
+    model, batch = make_target(fresh=True).to(dtype), prompts((6, 3))
     ids, mask = batch.input_ids, batch.attention_mask
-    for draft in (make_draft(model), make_draft(model).to(torch.bfloat16)):
+    for draft in (make_draft(model), make_draft(model).to(dtype)):
         out = dspark_fast.generate(model, draft, ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
         for row, length in zip(out, (6, 3)):
             row = row[6 - length :]

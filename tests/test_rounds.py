@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dspark_fast.drafters import DSparkDrafter, Noise
 from dspark_fast.engine import capacity, graphs, loop
 from dspark_fast.engine.cache import RaggedCache
+from dspark_fast.engine.compiled import hindrance
 from dspark_fast.engine.packing import pack
 from dspark_fast.engine.reader import Reader
 from dspark_fast.engine.round import Cuts, Round, Sampling
@@ -261,6 +262,11 @@ def test_what_cannot_be_recorded_runs_without(call, on_a_cpu, monkeypatch):
     handle = call.model.model.layers[0].register_forward_hook(lambda *_: None)
     assert "forward hooks" in graphs.obstacle(call.model, drafter, torch.device("cuda"))
     handle.remove()
+    monkeypatch.setattr(call.model, "hf_device_map", {"model.embed_tokens": 0, "lm_head": 1}, raising=False)
+    for found in (graphs.obstacle(call.model, drafter, torch.device("cuda")), hindrance(call.model)):
+        assert "spread over several devices" in found
+    monkeypatch.setattr(call.model, "hf_device_map", {"model.embed_tokens": 0, "lm_head": 0})
+    assert hindrance(call.model) is None
 
 
 # --- growing ---
