@@ -185,8 +185,8 @@ def test_nor_in_the_table(readme):
     disturbed.five_prompts = {**results.five_prompts, "rows": rows}
     after = table(disturbed).splitlines()
     spread = f"({row['speedup_least']:.2f} to {row['speedup_most']:.2f})"
-    assert before[2].split(" | ")[2].startswith(f"{row['speedup']:.2f} (")
-    assert after[2].split(" | ")[2] == f"not trusted {spread}" and after[3:7] == before[3:7]
+    assert before[2].split(" | ")[3].startswith(f"{row['speedup']:.2f} (")
+    assert after[2].split(" | ")[3] == f"not trusted {spread}" and after[3:7] == before[3:7]
     assert before[-1].split(" | ")[2] != "" == after[7].split(" | ")[2]  # the mean
     assert after[-1].startswith("Something else was using the machine")
 
