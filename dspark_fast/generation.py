@@ -337,9 +337,9 @@ def decoding(
             be faster; on a CPU the drafter's too. Once per process for each new batch size and capacity, which takes as
             long as ``.stats.seconds.compilation`` says.
         pack_weights: on a CPU, run the linear layers in bf16 on copies of their weights that are laid out for the
-            processor: as much memory again, kept for the next call as long as the model lives. Each call sums the
-            weights up to see whether they have changed (22 ms for 135 million). None: where that is at most 2 GiB.
-            True raises ValueError where there is nothing to pack.
+            processor: as much memory again, kept for the next call as long as the model lives. Each call reads
+            the weights once to see whether they have changed. None: where that is at most 2 GiB. True raises ValueError
+            where there is nothing to pack.
         log_probs: give ``.log_probs``, fp32 ``[B, n]``: of each new token under the target's own logits, before
             processors, temperature and cuts. It needs ``return_dict_in_generate``.
         stop_strings, tokenizer: as in transformers: a row ends with the token that completes one of the strings, and is

@@ -101,8 +101,7 @@ def ragged_attention(
         groups = query.shape[1] // key.shape[1]
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=groups > 1)
         return out.transpose(1, 2).contiguous(), None
-    # Kernels need no mask. The reference op would make its own, and check its arguments, for every layer: 7 to 9 % of a
-    # pass of SmolLM2 over one row.
+    # Kernels need no mask. The reference op would make its own, and check its arguments, for every layer.
     shared = softcap is None and choose(None, query) == "reference"
     if s_aux is not None or block > ops.LONGEST_BLOCK or shared:
         options = {"scale": scale, "window": sliding_window, "softcap": softcap, "sinks": s_aux}

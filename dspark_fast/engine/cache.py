@@ -159,7 +159,7 @@ class RaggedCache(Cache):
         rows = torch.arange(len(self.lengths), device=device)[:, None]
         where: tuple[torch.Tensor, torch.Tensor] | tuple[slice, slice] = rows, slots
         if end is not None and len(rows) == 1 and device.type == "cpu":
-            first = int(self.lengths)  # 2 % of a pass sooner than scattered slots
+            first = int(self.lengths)  # a slice is written sooner than scattered slots
             if first + block <= self.capacity:
                 where = slice(None), slice(first, first + block)
         self.where = where, self.capacity if end is None else end

@@ -71,8 +71,9 @@ def weights_of(layers: Iterable[nn.Linear]) -> int:
 def prepacked(layers: list[nn.Linear]) -> Iterator[None]:
     """Run these layers on packed weights inside a ``with`` block; they are as before afterwards.
 
-    oneDNN multiplies six rows by plain weights at 11 GB/s on a core that copies 35, by weights in blocks at 19: a round
-    of SmolLM2 takes 33 ms instead of 46. The products are the same but for the order of their sums.
+    oneDNN multiplies a few rows by plain weights far below the rate at which a core copies them, and by weights in its
+    own blocks at more of it: SmolLM2 decodes 1.5 times as fast without any drafter (bench/results/cpu/engine.json, the
+    prompts' ``no_drafter``). The products are the same but for the order of their sums.
 
     Packed weights are kept for the next call, and made anew if a weight has changed meanwhile; those of weights that
     were cast, moved or quantised are given back by the next call, whatever it packs.
@@ -124,7 +125,7 @@ def _reorder(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _contents(weight: torch.Tensor) -> int:
-    """Changes with the values: what was written past autograd (``.data``) raises no version. 22 ms a call for SmolLM2.
+    """Changes with the values: what was written past autograd (``.data``) raises no version.
 
     Sums of each row's words modulo 2**64, times odd factors of their columns: a word that changes alone in its row is
     always seen, words that change places but by chance. What it cannot see are pairs of signs in a word's last place.

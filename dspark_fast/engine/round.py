@@ -81,7 +81,7 @@ _MOST_WAITING = 64
 class Round:
     """What one round does to a call's tensors.
 
-    What plain steps commit is shown to the drafter when it drafts again: one by one that is 2 % of SmolLM2's steps.
+    What plain steps commit is shown to the drafter when it drafts again: one by one each of them would pay for it.
 
     Args:
         target, drafter, state, sampling: of the call.
@@ -135,12 +135,11 @@ class Round:
         position, anchor = state.lengths - 1, state.anchor
         proposal = self._nothing
         if drafting:
-            with self.part("draft"):
-                self.settle()
             most = min((bound for bound in (most, self.target.room) if bound is not None), default=None)
             if hasattr(self.drafter, "most"):
                 self.drafter.most = None if most is None else max(1, most)
             with self.part("draft"):
+                self.settle()
                 proposal = self.drafter.propose(anchor, position, self.sampling.noise)
             if most is not None and most < proposal.tokens.shape[1]:
                 proposal = _shortened(replace(proposal, lengths=proposal.lengths.clamp(max=most)), most)

@@ -135,17 +135,15 @@ class Speed(Measurement):
         """Seconds to the first token."""
         return Spread.of([run.prefill for run in self.runs if run.way == way])
 
-    def speedup(self, way: str) -> Spread:
-        """Over plain decoding, run by run."""
-        base = {(run.prompt, run.repeat): run.speed for run in self.runs if run.way == "plain"}
+    def speedup(self, way: str, over: str = "plain") -> Spread:
+        """Over another way, run by run."""
+        base = {(run.prompt, run.repeat): run.speed for run in self.runs if run.way == over}
         return Spread.of([run.speed / base[run.prompt, run.repeat] for run in self.runs if run.way == way])
 
     @property
     def gain(self) -> Spread | None:
-        """DSpark over ours without a drafter, run by run: what speculation alone gives. None where that was not run."""
-        base = {(run.prompt, run.repeat): run.speed for run in self.runs if run.way == "undrafted"}
-        runs = [run for run in self.runs if run.way == "dspark" and (run.prompt, run.repeat) in base]
-        return Spread.of([run.speed / base[run.prompt, run.repeat] for run in runs]) if runs else None
+        """DSpark over ours without a drafter: what speculation alone gives. None where that was not run."""
+        return self.speedup("dspark", over="undrafted") if "undrafted" in self.ways else None
 
     def draw(self) -> Figure:
         figure, (left, right) = canvas(2, width=10.8, width_ratios=[3, 2])
