@@ -1,4 +1,4 @@
-"""What ``generate`` and ``decoding`` are given: a value of the wrong kind is named, before any work.
+"""What ``generate`` and ``decoding`` are given: our options, and checks that name a wrong value before any work.
 
 ``generate`` looks before transformers does, whose errors name neither argument nor value; ``decoding`` looks at its own
 options when it is made, and at what transformers made of the rest when it is called.
@@ -11,23 +11,51 @@ import numbers
 import operator
 import reprlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from dspark_fast.engine.past import Past
+from dspark_fast.engine.positions import learned_positions
+from dspark_fast.engine.requests import Request
+
+VERIFICATIONS = ("rejection", "coupled")
 
 _LARGEST = 3.0e38  # of fp32, all but
+# transformers drops these without a word when it calls a callable
+_NOT_PASSED_ON = ("custom_generate", "assistant_model", "synced_gpus")
 
 
-def check_arguments(model: Any, input_ids: Any, own: dict[str, Any], given: dict[str, Any]) -> None:
+@dataclass(frozen=True)
+class Options:
+    """Our own options of a call, as they were given. :func:`dspark_fast.decoding` says what each of them means."""
+
+    verification: str
+    seed: int | Sequence[int] | torch.Tensor | None
+    generator: torch.Generator | None
+    confidence_threshold: float
+    use_markov: bool
+    off_switch: bool | None
+    use_graph: bool | None
+    compile_target: bool
+    pack_weights: bool | None
+    log_probs: bool
+    stop_strings: str | Sequence[str] | None
+    tokenizer: Any
+    streamer: Any
+
+
+def check_arguments(
+    model: Any, input_ids: Any, options: Options, report_divergence: Any, given: dict[str, Any]
+) -> None:
     """Refuse values of the wrong kind; what is out of range is refused where its range is known.
 
     Args:
-        model, input_ids: of ``generate``.
-        own: our options by name.
+        model, input_ids, report_divergence: of ``generate``.
+        options: its own.
         given: its keywords for ``model.generate``.
 
     Raises:
@@ -38,16 +66,18 @@ def check_arguments(model: Any, input_ids: Any, own: dict[str, Any], given: dict
         raise ValueError(f"model is a {type(model).__name__}: accepted is a transformers model")
     if given.get("inputs_embeds") is None:  # refused later, by name
         _check_input(input_ids, given.get("attention_mask"))
-    check_own(own)
+    _check_own({**vars(options), "report_divergence": report_divergence})
     _check_kinds(given, _GIVEN)
 
 
-def check_own(own: dict[str, Any]) -> None:
-    """:func:`check_arguments` for our options alone, by name."""
-    for name in _NEVER_NONE:
-        if name in own and own[name] is None:
-            raise ValueError(f"{name} is None: accepted is {_OWN[name][1]}")
-    _check_kinds(own, _OWN)
+def check_options(options: Options) -> None:
+    """:func:`check_arguments` for our own options alone; and that no two of them stand in each other's way."""
+    _check_own(vars(options))
+    if options.verification not in VERIFICATIONS:
+        accepted = ", ".join(map(repr, VERIFICATIONS))
+        raise ValueError(f"verification is {options.verification!r}: accepted are {accepted}")
+    if options.seed is not None and options.generator is not None:
+        raise ValueError("seed and generator are both given: accepted is one of them")
 
 
 def check_prepared(input_ids: Any, config: Any, given: dict[str, Any]) -> None:
@@ -62,6 +92,47 @@ def check_prepared(input_ids: Any, config: Any, given: dict[str, Any]) -> None:
                 "accepted is a mask of the same shape"
             )
     _check_kinds({**{name: getattr(config, name, None) for name in _GIVEN}, **given}, _GIVEN)
+
+
+def check_bound(prompt: int, new: int, most: int) -> None:
+    """Refuse a ``max_length`` of ``most`` that ``new`` tokens behind a prompt of ``prompt`` tokens might exceed."""
+    if prompt + new > most:
+        raise ValueError(
+            f"max_length is {most}, but the prompt has {prompt} tokens and max_new_tokens is {new}: "
+            f"accepted is max_new_tokens of {most - prompt} or less"
+        )
+
+
+def check_positions(model: PreTrainedModel, prompt: int, new: int) -> None:
+    """Refuse ``new`` tokens behind a prompt of ``prompt`` tokens that the model has no positions for."""
+    table = learned_positions(model)
+    if table is not None and prompt + new - 1 > table:  # the last token is never read
+        raise ValueError(
+            f"max_new_tokens is {new} behind a prompt of {prompt} tokens, and {type(model).__name__} has learned "
+            f"{table} positions: accepted is up to {max(table - prompt + 1, 0)}"
+        )
+
+
+def check_request(options: Options, request: Request) -> None:
+    """Refuse options that the rest of the call leaves no place for."""
+    if options.log_probs and not request.return_dict:
+        raise ValueError("log_probs is True, but there is nothing to give them on: set return_dict_in_generate=True")
+    if options.streamer is not None and request.batch > 1:
+        raise ValueError(f"streamer takes one row, the batch has {request.batch}: rows advance at their own pace")
+
+
+def check_passed_on(given: dict[str, Any]) -> None:
+    """Refuse what transformers would not hand to a callable, among the keywords for ``model.generate``."""
+    for name in _NOT_PASSED_ON:
+        if given.get(name) is not None:
+            raise ValueError(f"{name} is given, which speculative decoding does not take: leave it out")
+
+
+def _check_own(own: dict[str, Any]) -> None:
+    for name in _NEVER_NONE:
+        if name in own and own[name] is None:
+            raise ValueError(f"{name} is None: accepted is {_OWN[name][1]}")
+    _check_kinds(own, _OWN)
 
 
 def _check_kinds(values: dict[str, Any], kinds: dict[str, tuple[Callable[[Any], bool], str]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,21 +12,21 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from dspark_fast.arguments import check_arguments, check_own, check_prepared
+from dspark_fast import arguments
+from dspark_fast.arguments import Options
 from dspark_fast.autoregressive import AutoregressiveDrafter
 from dspark_fast.divergence import check_comparable, divergence
 from dspark_fast.draft import DSparkDraft
 from dspark_fast.drafters import Drafter, DSparkDrafter, NoDrafter, Noise
 from dspark_fast.engine.compiled import hindrance
-from dspark_fast.engine.eligibility import choose_target
+from dspark_fast.engine.eligibility import Path, choose_target
 from dspark_fast.engine.graphs import obstacle
 from dspark_fast.engine.loop import Plan, decode
 from dspark_fast.engine.outputs import Outputs
 from dspark_fast.engine.own_past import OwnPast
 from dspark_fast.engine.packing import pack
-from dspark_fast.engine.past import taken
-from dspark_fast.engine.positions import learned_positions
-from dspark_fast.engine.prepacked import UNASKED, prepackable, weights_of
+from dspark_fast.engine.past import Past, taken
+from dspark_fast.engine.prepacked import to_pack
 from dspark_fast.engine.processors import Processors, named
 from dspark_fast.engine.requests import Request, read_request
 from dspark_fast.engine.round import Cuts, Sampling
@@ -34,15 +35,12 @@ from dspark_fast.engine.stopping import Stopping, stop_string_criterion
 from dspark_fast.engine.switch import Switch
 from dspark_fast.engine.target import PREFILL_CHUNK
 from dspark_fast.pairing import check_pair
-from dspark_fast.reference import expand_seeds
+from dspark_fast.seeds import row_seeds
 from dspark_fast.stats import Stats
 
 OFF_SWITCH = True  #: what ``off_switch=None`` means, but in rejection mode with an explicit seed
 
-VERIFICATIONS = ("rejection", "coupled")
 _PROTOCOL = ("block_size", "target_layer_ids", "begin", "grow", "commit", "propose")
-# transformers drops these without a word when it calls a callable
-_NOT_PASSED_ON = ("custom_generate", "assistant_model", "synced_gpus")
 
 
 class Decoding:
@@ -53,51 +51,14 @@ class Decoding:
         request: what the last call was asked for.
     """
 
-    def __init__(
-        self,
-        draft: DSparkDraft | PreTrainedModel | Drafter | None,
-        *,
-        verification: str,
-        seed: int | Sequence[int] | torch.Tensor | None,
-        generator: torch.Generator | None,
-        confidence_threshold: float,
-        use_markov: bool,
-        off_switch: bool | None,
-        use_graph: bool | None,
-        compile_target: bool,
-        pack_weights: bool | None,
-        log_probs: bool,
-        stop_strings: str | Sequence[str] | None,
-        tokenizer: Any,
-        streamer: Any,
-    ) -> None:
-        if verification not in VERIFICATIONS:
-            raise ValueError(f"verification is {verification!r}: accepted are {', '.join(map(repr, VERIFICATIONS))}")
-        if seed is not None and generator is not None:
-            raise ValueError("seed and generator are both given: accepted is one of them")
-        if isinstance(draft, DSparkDraft):
-            self._drafter: Drafter = DSparkDrafter(
-                draft, use_markov=use_markov, confidence_threshold=confidence_threshold
-            )
-        else:
-            if isinstance(draft, PreTrainedModel):
-                draft = AutoregressiveDrafter(draft)
-            if draft is not None and not all(hasattr(draft, name) for name in _PROTOCOL):
-                raise TypeError(f"draft is {draft!r}: accepted are a DSparkDraft, a causal model, a Drafter or None")
-            if not use_markov or confidence_threshold:
-                raise ValueError("use_markov and confidence_threshold are settings of a DSparkDraft")
-            self._drafter = NoDrafter() if draft is None else draft
+    def __init__(self, draft: DSparkDraft | PreTrainedModel | Drafter | None, options: Options) -> None:
+        arguments.check_options(options)
         self._draft = draft
-        self._verification = verification
-        self._seed = seed
-        self._generator = generator
-        self._off_switch = off_switch
-        self._use_graph = use_graph
-        self._compile_target = compile_target
-        self._pack_weights = pack_weights
-        self._log_probs = log_probs
-        self._criteria = [] if stop_strings is None else [stop_string_criterion(stop_strings, tokenizer)]
-        self._streamer = streamer
+        self._drafter = _drafter_of(draft, options)
+        self._options = options
+        self._streamer = options.streamer
+        strings = options.stop_strings
+        self._criteria = [] if strings is None else [stop_string_criterion(strings, options.tokenizer)]
         self.stats: Stats | None = None
         self.request: Request | None = None
         self.compared = False  # with plain decoding, which must then be able to do the same
@@ -114,15 +75,15 @@ class Decoding:
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         lists = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
-        check_prepared(input_ids, generation_config, {**model_kwargs, **lists})
+        arguments.check_prepared(input_ids, generation_config, {**model_kwargs, **lists})
         input_ids = input_ids.long()  # as transformers' own generate makes them of int32
         request = read_request(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-        self._check(model, request)
+        arguments.check_request(self._options, request)
+        self._check_pair(model)
         if self.compared:
-            check_comparable(request, self._verification)
+            check_comparable(request, self._options.verification)
         self.request = request
-        mask = model_kwargs.get("attention_mask")
-        prompts, lengths = pack(input_ids, mask)
+        prompts, lengths = pack(input_ids, model_kwargs.get("attention_mask"))
         plan = self._plan(model, request, input_ids, prompts, lengths)
         if self._streamer is not None:
             self._streamer.put(input_ids.cpu())
@@ -150,33 +111,56 @@ class Decoding:
         lengths: torch.Tensor,
     ) -> Plan:
         """How the call is decoded; what cannot be is refused here, before any work."""
-        batch, device, padding = len(lengths), input_ids.device, input_ids.shape[1] - lengths
-        temperature = request.temperature if request.do_sample else 0.0
-        noise = Noise(
-            mode=self._verification if request.do_sample else "greedy",
-            temperature=torch.full((batch,), temperature, dtype=torch.float32, device=device),
-            seed=self._seeds(batch, request).to(device),
-        )
+        options, device, padding = self._options, input_ids.device, input_ids.shape[1] - lengths
+        noise = self._noise(request, len(lengths), device)
         processors = None
         if request.processors:
-            taken_out = temperature if request.takes_cuts and request.do_sample else 1.0
+            taken_out = request.temperature if request.takes_cuts and request.do_sample else 1.0
             processors = Processors(request.processors, input_ids, padding, temperature=taken_out)
         cuts = Cuts(request.top_k, request.top_p, request.min_p) if request.do_sample else Cuts()
         limits = Limits(request.new_tokens, torch.tensor(request.stop_tokens, dtype=torch.long, device=device))
         criteria = [*request.criteria, *self._criteria]
-        wanted = {"scores": request.output_scores, "logits": request.output_logits, "log_probs": self._log_probs}
+        wanted = {"scores": request.output_scores, "logits": request.output_logits, "log_probs": options.log_probs}
         wanted = [name for name, asked in wanted.items() if asked]
         past = taken(request.past, model, prompts, padding)
+        path = self._path(model, request, past, prompts, lengths)
+        return Plan(
+            Sampling(noise, cuts, processors),
+            limits,
+            stopping=Stopping(criteria, input_ids, request.new_tokens) if criteria else None,
+            outputs=Outputs(len(lengths), wanted) if wanted else None,
+            switch=Switch() if self._switches(noise.mode) else None,
+            on_commit=self._stream,
+            path=path,
+            graph=self._graphs(model, device, path, processors, bool(wanted)),
+            compiled=self._compiles(model, path),
+            strict=options.use_graph is True,
+            past=past,
+            quantised=request.quantised,
+            prepacked=to_pack(self._models(model), options.pack_weights),
+            keep=request.return_dict,
+        )
+
+    def _noise(self, request: Request, batch: int, device: torch.device) -> Noise:
+        options, sampling = self._options, request.do_sample
+        temperature = request.temperature if sampling else 0.0
+        seeds = row_seeds(options.seed, options.generator, batch, request.return_sequences, sampling=sampling)
+        return Noise(
+            mode=options.verification if sampling else "greedy",
+            temperature=torch.full((batch,), temperature, dtype=torch.float32, device=device),
+            seed=seeds.to(device),
+        )
+
+    def _path(
+        self, model: PreTrainedModel, request: Request, past: Past | None, prompts: torch.Tensor, lengths: torch.Tensor
+    ) -> Path:
+        """How the target is driven; raises if it cannot be, so far or behind this past."""
         known = torch.zeros_like(lengths) if past is None else past.common(prompts, lengths)
-        longest, table = int(lengths.max()), learned_positions(model)
-        if table is not None and longest + request.new_tokens - 1 > table:  # the last token is never read
-            raise ValueError(
-                f"max_new_tokens is {request.new_tokens} behind a prompt of {longest} tokens, and "
-                f"{type(model).__name__} has learned {table} positions: accepted is up to {max(table - longest + 1, 0)}"
-            )
+        longest = int(lengths.max())
+        arguments.check_positions(model, longest, request.new_tokens)
         path = choose_target(
             model,
-            batch,
+            len(lengths),
             # What is known was read by a pass that reached no further than that.
             shortest=int(torch.where(known > 0, known, lengths).min()),
             longest=longest,
@@ -189,22 +173,7 @@ class Decoding:
                 f"past_key_values is a {type(request.past).__name__}, but {type(model).__name__} is driven behind its "
                 "own cache: accepted is what an earlier call gave"
             )
-        return Plan(
-            Sampling(noise, cuts, processors),
-            limits,
-            stopping=Stopping(criteria, input_ids, request.new_tokens) if criteria else None,
-            outputs=Outputs(batch, wanted) if wanted else None,
-            switch=Switch() if self._switches(noise.mode) else None,
-            on_commit=self._stream,
-            path=path,
-            graph=self._graphs(model, device, path, processors, bool(wanted)),
-            compiled=self._compiles(model, path),
-            strict=self._use_graph is True,
-            past=past,
-            quantised=request.quantised,
-            prepacked=self._prepacked(model),
-            keep=request.return_dict,
-        )
+        return path
 
     def _stream(self, rows: list[list[int]]) -> None:
         for token in rows[0] if self._streamer is not None else ():
@@ -214,15 +183,16 @@ class Decoding:
         """Whether speculation may be switched off by the clock: in rejection mode tokens would depend on that."""
         if self._drafter.block_size == 0:
             return False
-        if self._off_switch is not None:
-            return self._off_switch
-        return OFF_SWITCH and (mode != "rejection" or (self._seed is None and self._generator is None))
+        options = self._options
+        if options.off_switch is not None:
+            return options.off_switch
+        return OFF_SWITCH and (mode != "rejection" or (options.seed is None and options.generator is None))
 
     def _graphs(
         self, model: PreTrainedModel, device: torch.device, path: str, processors: Processors | None, outputs: bool
     ) -> bool:
         """Whether rounds are captured; raises if they were to be and cannot."""
-        if self._use_graph is False:
+        if self._options.use_graph is False:
             return False
         why = obstacle(model, self._drafter, device)
         if path == "own":
@@ -231,66 +201,33 @@ class Decoding:
             why = "there are logits processors that run on the host"
         elif outputs:
             why = "scores, logits or log-probabilities are asked for, which the host collects"
-        if why and self._use_graph:
+        if why and self._options.use_graph:
             raise ValueError(f"use_graph is True, but {why}")
         return not why
 
     def _compiles(self, model: PreTrainedModel, path: str) -> bool:
         """Whether the target's passes are compiled; raises if they were to be and cannot."""
-        if not self._compile_target:
+        if not self._options.compile_target:
             return False
         why = f"{type(model).__name__} is driven behind its own cache" if path == "own" else hindrance(model)
         if why:
             raise ValueError(f"compile_target is True, but {why}")
         return True
 
-    def _prepacked(self, model: PreTrainedModel) -> list[nn.Linear]:
-        """The layers that run on packed weights; raises if some were to and none can."""
-        if self._pack_weights is False:
-            return []
+    def _models(self, model: PreTrainedModel) -> list[nn.Module]:
+        """The target, and the model that drafts if the drafter says which."""
         inner = getattr(self._drafter, "draft", None)
-        layers = prepackable([model, *([inner] if isinstance(inner, nn.Module) else [])])
-        if self._pack_weights and not layers:
-            raise ValueError(
-                "pack_weights is True, but there are no linear layers in bf16 on a CPU that multiplies it, outside of "
-                "autocast"
-            )
-        return layers if self._pack_weights or weights_of(layers) <= UNASKED else []
+        return [model, inner] if isinstance(inner, nn.Module) else [model]
 
-    def _check(self, model: PreTrainedModel, request: Request) -> None:
-        if self._log_probs and not request.return_dict:
-            raise ValueError(
-                "log_probs is True, but there is nothing to give them on: set return_dict_in_generate=True"
-            )
-        if self._streamer is not None and request.batch > 1:
-            raise ValueError(f"streamer takes one row, the batch has {request.batch}: rows advance at their own pace")
+    def _check_pair(self, model: PreTrainedModel) -> None:
         draft = self._draft
         if isinstance(draft, DSparkDraft):
             check_pair(draft.config, model)
             draft.tied("embed_tokens")
             if draft.device != model.device:
                 raise ValueError(f"the drafter is on {draft.device}, the target on {model.device}: move one with .to()")
-        elif isinstance(draft, AutoregressiveDrafter):
-            draft.check(model)
-
-    def _seeds(self, batch: int, request: Request) -> torch.Tensor:
-        """One 64-bit seed per row: a list as it is, anything else expanded over (prompt, return sequence)."""
-        if self._seed is not None and not isinstance(self._seed, int):
-            given = self._seed
-            values = torch.atleast_1d(given).tolist() if isinstance(given, torch.Tensor) else list(given)
-            if len(values) != batch:
-                raise ValueError(f"seed has {len(values)} values for {batch} rows: accepted are an int or one per row")
-            return torch.tensor([_signed(value) for value in values])
-        seed = self._seed
-        if seed is None and not request.do_sample:
-            seed = 0  # nothing is drawn, so torch's generator is left alone
-        if seed is None:
-            device = self._generator.device if self._generator is not None else "cpu"
-            drawn = torch.randint(-(2**63), 2**63 - 1, (1,), generator=self._generator, device=device)
-            seed = int(drawn)
-        elif not -(2**63) <= seed < 2**64:
-            raise ValueError(f"seed is {seed}: accepted are integers of 64 bits")
-        return expand_seeds(seed, batch // request.return_sequences, request.return_sequences)
+        elif isinstance(self._drafter, AutoregressiveDrafter):
+            self._drafter.check(model)
 
 
 def decoding(
@@ -349,22 +286,22 @@ def decoding(
     Raises:
         ValueError: for an argument out of range, naming it, its value and what is accepted.
     """
-    own = {
-        "seed": seed,
-        "generator": generator,
-        "confidence_threshold": confidence_threshold,
-        "use_markov": use_markov,
-        "off_switch": off_switch,
-        "use_graph": use_graph,
-        "compile_target": compile_target,
-        "pack_weights": pack_weights,
-        "log_probs": log_probs,
-        "stop_strings": stop_strings,
-        "tokenizer": tokenizer,
-        "streamer": streamer,
-    }
-    check_own(own)
-    return Decoding(draft, verification=verification, **own)
+    options = Options(
+        verification=verification,
+        seed=seed,
+        generator=generator,
+        confidence_threshold=confidence_threshold,
+        use_markov=use_markov,
+        off_switch=off_switch,
+        use_graph=use_graph,
+        compile_target=compile_target,
+        pack_weights=pack_weights,
+        log_probs=log_probs,
+        stop_strings=stop_strings,
+        tokenizer=tokenizer,
+        streamer=streamer,
+    )
+    return Decoding(draft, options)
 
 
 def generate(
@@ -418,53 +355,56 @@ def generate(
             combined with speculative decoding; before any work, naming it.
         FloatingPointError: if the target's logits are NaN, naming row and position.
     """
-    own = {
-        "seed": seed,
-        "generator": generator,
-        "confidence_threshold": confidence_threshold,
-        "use_markov": use_markov,
-        "off_switch": off_switch,
-        "use_graph": use_graph,
-        "compile_target": compile_target,
-        "pack_weights": pack_weights,
-        "log_probs": log_probs,
-        "stop_strings": stop_strings,
-        "tokenizer": tokenizer,
-        "streamer": streamer,
-    }
-    check_arguments(model, input_ids, {**own, "report_divergence": report_divergence}, kwargs)
+    options = Options(
+        verification=verification,
+        seed=seed,
+        generator=generator,
+        confidence_threshold=confidence_threshold,
+        use_markov=use_markov,
+        off_switch=off_switch,
+        use_graph=use_graph,
+        compile_target=compile_target,
+        pack_weights=pack_weights,
+        log_probs=log_probs,
+        stop_strings=stop_strings,
+        tokenizer=tokenizer,
+        streamer=streamer,
+    )
+    arguments.check_arguments(model, input_ids, options, report_divergence, kwargs)
     # transformers would let max_new_tokens win; whoever gives both wants the caches bounded.
     if kwargs.get("max_length") is not None and kwargs.get("max_new_tokens") is not None:
-        most, new = kwargs.pop("max_length"), kwargs["max_new_tokens"]
-        if input_ids.shape[1] + new > most:
-            raise ValueError(
-                f"max_length is {most}, but the prompt has {input_ids.shape[1]} tokens and max_new_tokens is {new}: "
-                f"accepted is max_new_tokens of {most - input_ids.shape[1]} or less"
-            )
+        arguments.check_bound(input_ids.shape[1], kwargs["max_new_tokens"], kwargs.pop("max_length"))
     # transformers would make a criterion of those in a config, and has no tokenizer then.
     config = kwargs.get("generation_config") or model.generation_config
     if getattr(config, "stop_strings", None) is not None:
         kwargs["generation_config"] = copy.deepcopy(config)
         kwargs["generation_config"].stop_strings = None
-        stop_strings = config.stop_strings if stop_strings is None else stop_strings
-    custom = decoding(draft, verification=verification, **{**own, "stop_strings": stop_strings})
-    for name in _NOT_PASSED_ON:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{name} is given, which speculative decoding does not take: leave it out")
+        if options.stop_strings is None:
+            options = replace(options, stop_strings=config.stop_strings)
+    custom = Decoding(draft, options)
+    arguments.check_passed_on(kwargs)
     if not report_divergence:
         return model.generate(input_ids, custom_generate=custom, **kwargs)
     custom.compared = True
     output = model.generate(input_ids, custom_generate=custom, **kwargs)
-    settings = kwargs if stop_strings is None else {**kwargs, "stop_strings": stop_strings, "tokenizer": tokenizer}
+    settings = kwargs
+    if options.stop_strings is not None:
+        settings = {**kwargs, "stop_strings": options.stop_strings, "tokenizer": tokenizer}
     output.stats.divergence = divergence(model, input_ids, output, settings, custom.request)
     return output
 
 
-def _signed(seed: Any) -> int:
-    """A 64-bit seed as the signed integer that torch keeps it as."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed holds {seed}: accepted are integers of 64 bits")
-    return (seed + 2**63) % 2**64 - 2**63
+def _drafter_of(draft: DSparkDraft | PreTrainedModel | Drafter | None, options: Options) -> Drafter:
+    """What proposes for a call."""
+    if isinstance(draft, DSparkDraft):
+        return DSparkDrafter(draft, use_markov=options.use_markov, confidence_threshold=options.confidence_threshold)
+    if isinstance(draft, PreTrainedModel):
+        draft = AutoregressiveDrafter(draft)
+    if draft is not None and not all(hasattr(draft, name) for name in _PROTOCOL):
+        raise TypeError(f"draft is {draft!r}: accepted are a DSparkDraft, a causal model, a Drafter or None")
+    if not options.use_markov or options.confidence_threshold:
+        raise ValueError("use_markov and confidence_threshold are settings of a DSparkDraft")
+    return NoDrafter() if draft is None else draft
 
 
 def _sequences(input_ids: torch.Tensor, rows: list[list[int]], pad_token: int) -> torch.Tensor:

@@ -23,11 +23,12 @@ _device_constructors()
 
 # A folder of its own: beside tests/kernels, `kernels` would be found, which transformers looks for.
 sys.path.insert(0, str(Path(__file__).parent / "shared"))
-pytest.register_assert_rewrite("characters", "recorded_rounds", "stand_ins")
+pytest.register_assert_rewrite("characters", "recorded_rounds", "report_subjects", "stand_ins")
 
 from characters import characters  # noqa: F401
 from exact_law import g_test, law, processors_of  # noqa: F401
 from recorded_rounds import on_a_cpu, opaque  # noqa: F401
+from report_subjects import make_subject  # noqa: F401
 from stand_ins import scripted, streamer  # noqa: F401
 from tiny_pairs import VOCABULARY, line, make_draft, make_target, tiny  # noqa: F401
 from training_data import batch_of, cached, whole  # noqa: F401

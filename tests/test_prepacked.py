@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import dspark_fast
-from dspark_fast import generation
 from dspark_fast.engine import prepacked as module
 from dspark_fast.engine.prepacked import prepackable, prepacked, weights_of
 
@@ -233,7 +232,7 @@ def test_when(pair, prompts, monkeypatch, make_target):
 
     size = bytes_of()
     assert size and not bytes_of(pack_weights=False)
-    monkeypatch.setattr(generation, "UNASKED", size - 1)
+    monkeypatch.setattr(module, "UNASKED", size - 1)
     assert not bytes_of() and bytes_of(pack_weights=True) == size
     with pytest.raises(ValueError, match="pack_weights is True, but there are no linear layers in bf16 on a CPU"):
         dspark_fast.generate(make_target(), None, ids, max_new_tokens=2, pack_weights=True)

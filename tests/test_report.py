@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -11,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from report_subjects import NEW_TOKENS, again, prompts, quietly
 
 from dspark_fast import generate
-from dspark_fast.autoregressive import AutoregressiveDrafter, first_layers
-from dspark_fast.evaluation import Counts, Prompt, evaluate
+from dspark_fast.evaluation import Counts, evaluate
 from dspark_fast.report import confidence as confidence_module
 from dspark_fast.report import heads as heads_module
 from dspark_fast.report import memory_worker
@@ -26,60 +25,23 @@ from dspark_fast.report.measurement import NotMeasurable
 from dspark_fast.report.memory import Memory, Peak
 from dspark_fast.report.positions import Positions
 from dspark_fast.report.recording import Block, RecordingDrafter
-from dspark_fast.report.speed import Run, Speed
 from dspark_fast.report.subject import Equality, NotLossless, Subject, small_drafter
 from dspark_fast.report.sweep import THRESHOLDS, Sweep, positions_per_token
 
-QUESTIONS = {"maths": ("What is 2 + 3?", "Half of 18?"), "chat": ("Hi there!", "Why?")}
-NEW_TOKENS = 16
 
-
-def quietly(text):
-    pass
-
-
-def prompts():
-    asked = ((domain, text) for domain, texts in QUESTIONS.items() for text in texts)
-    return [
-        Prompt(f"{domain}-{number}", domain, ({"role": "user", "content": text},))
-        for number, (domain, text) in enumerate(asked)
-    ]
+@pytest.fixture(scope="module")
+def subject(make_subject):
+    return make_subject()
 
 
 @pytest.fixture(scope="module")
-def model(make_target, characters):
-    return characters.target(make_target)
+def model(subject):
+    return subject.model
 
 
 @pytest.fixture(scope="module")
-def draft(model, make_draft, characters):
-    """Its Markov head knows which character mostly followed which in the target's own answers; its body says little."""
-    made = make_draft(model, markov_rank=model.config.vocab_size)
-    after = torch.zeros(model.config.vocab_size, model.config.vocab_size)
-    for row in Subject(model, None, characters.tokenizer, None, "", prompts(), 2 * NEW_TOKENS).plain(quietly):
-        for one, other in pairwise(row):
-            after[other, one] += 1
-    with torch.no_grad():
-        made.norm.weight.mul_(0.01)
-        made.markov_head.markov_w1.weight.copy_(torch.eye(len(after)))
-        made.markov_head.markov_w2.weight.copy_(after)
-        made.confidence_head.proj.weight.mul_(6)
-    return made
-
-
-@pytest.fixture(scope="module")
-def subject(model, draft, characters):
-    small = AutoregressiveDrafter(first_layers(model, 3), block_size=4)
-    return Subject(model, draft, characters.tokenizer, small, "3 layers", prompts(), NEW_TOKENS)
-
-
-def again(one):
-    """The same by way of JSON."""
-    back = type(one).from_dict(json.loads(json.dumps(one.to_dict(), allow_nan=False)))
-    assert back.to_dict() == one.to_dict()
-    assert back.sentences() == one.sentences() and back.tables() == one.tables() and back.strips() == one.strips()
-    assert all(len(row) == len(table.columns) for table in one.tables() for row in table.rows)
-    return back
+def draft(subject):
+    return subject.draft
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
@@ -288,45 +250,6 @@ def test_confidence_says_which_way_it_errs(subject):
         along = Along((10, 5), (said, said), (0.5, 0.5), (10, 10), (said, said**2), (0.5, 0.25))
         assert verdict in replace(found, along=along).sentences()[0]
     assert confidence_module._short("a" * 40) == '"' + "a" * 13 + '…"'
-
-
-def test_speed_by_hand():
-    def runs(prompt, repeat, *speeds):
-        ways = zip(("plain", "autoregressive", "dspark"), speeds)
-        return [Run(prompt, repeat, way, 0.1 * (place + 1), 10 / speed, 11) for place, (way, speed) in enumerate(ways)]
-
-    found = Speed("small", (*runs("a", 0, 10, 5, 20), *runs("a", 1, 20, 5, 30), *runs("b", 0, 10, 5, 11)), Equality())
-    ours = found.speedup("dspark")
-    assert (ours.least, ours.median, ours.most) == pytest.approx((1.1, 1.5, 2.0))
-    assert found.speed("plain").median == pytest.approx(10) and found.prefill("dspark").median == pytest.approx(0.3)
-    said = again(found).sentences()
-    assert "1.50 times as fast" in said[0] and "1.10 to 2.00" in said[0]
-    assert found.gain is None and "costs more than it gains" in said[1] and "do not trust these speeds" in said[-1]
-    alone = [Run(one, repeat, "undrafted", 0.1, 1.0, 11) for one, repeat in (("a", 0), ("a", 1), ("b", 0))]
-    aside = replace(found, runs=(*found.runs, *alone))  # at 10 tokens per second
-    assert (aside.gain.least, aside.gain.median, aside.gain.most) == pytest.approx((1.1, 2.0, 3.0))
-    said = again(aside).sentences()[1]
-    assert "at 1.00 of generate's speed (0.50 to 1.00)" in said and "DSpark is 2.00 times as fast" in said
-    slow = replace(found, runs=tuple(runs("a", 0, 10, 12, 8)))
-    assert "here it loses" in slow.sentences()[0] and ": drafting token by token gains." in slow.sentences()[1]
-    slow.draw()
-
-
-def test_speed(subject):
-    found = again(Speed.measure(subject, quietly))
-    assert len(found.runs) == 2 * 3 * 4 and {run.prompt for run in found.runs} == {"maths-0", "chat-2"}
-    firsts = [found.runs[start].way for start in range(0, 24, 4)]
-    assert firsts == [
-        "plain",
-        "autoregressive",
-        "dspark",
-        "undrafted",
-        "plain",
-        "autoregressive",
-    ]  # each begins in turn
-    for run in found.runs:
-        assert run.tokens == len(subject.plain(quietly)[int(run.prompt[-1])]) and run.prefill > 0 and run.decode > 0
-    assert found.equality.answers == found.equality.identical == 24
 
 
 def test_training(subject, make_draft, monkeypatch):

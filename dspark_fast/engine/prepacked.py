@@ -22,6 +22,27 @@ _forwards: WeakKeyDictionary[nn.Linear, tuple[_State, Callable]] = WeakKeyDictio
 _running: dict[_Place, torch.Tensor] = {}  # packed weights of the running calls, by the plain ones' places
 
 
+def to_pack(models: Iterable[nn.Module], pack_weights: bool | None) -> list[nn.Linear]:
+    """The layers of these models that a call runs on packed weights.
+
+    Args:
+        models: all that the call runs.
+        pack_weights: whether it is to. None: if they are at most :data:`UNASKED`.
+
+    Raises:
+        ValueError: if it is to and no layer can.
+    """
+    if pack_weights is False:
+        return []
+    layers = prepackable(models)
+    if pack_weights and not layers:
+        raise ValueError(
+            "pack_weights is True, but there are no linear layers in bf16 on a CPU that multiplies it, outside of "
+            "autocast"
+        )
+    return layers if pack_weights or weights_of(layers) <= UNASKED else []
+
+
 def prepackable(models: Iterable[nn.Module]) -> list[nn.Linear]:
     """The layers of these models that :func:`prepacked` would run otherwise.
 
