@@ -78,7 +78,8 @@ class Drafter(Protocol):
     One that also has ``capturable`` and ``restart`` (see :class:`DSparkDrafter`) can be part of a CUDA graph; one that
     has ``context`` and ``resume`` goes on from ``past_key_values``; with one that has ``select``, finished rows leave
     the batch; one that has ``compile_block`` is compiled along with the target; one that has ``most`` is told there how
-    many drafts of the next round will be read at most, None for all.
+    many drafts of the next round will be read at most, None for all; one that has ``finished`` is given the call's own
+    tensor of that name, bool ``[B]``: rows that nobody wants drafts for.
     """
 
     #: most tokens it proposes in a round
@@ -153,6 +154,7 @@ class DSparkDrafter:
     Attributes:
         most: draft in blocks of so many slots at most; None for whole ones. The slots in front of those that are left
             out see other masks behind them than in training: their drafts may differ, and are accepted nearly as often.
+        finished: bool ``[B]``, rows whose context is not read; None for none.
 
     Raises:
         ValueError: for a threshold outside [0, 1], or above 0 for a drafter without a confidence head.
@@ -168,6 +170,7 @@ class DSparkDrafter:
         self.confidence_threshold = confidence_threshold
         self.block_size = draft.config.block_size
         self.most: int | None = None
+        self.finished: torch.Tensor | None = None
         self.target_layer_ids = list(draft.config.target_layer_ids)
 
     def begin(self, batch: int, capacity: int, device: torch.device) -> None:
@@ -178,7 +181,7 @@ class DSparkDrafter:
         self.context = Context(self.draft, keys, values, torch.zeros(batch, dtype=torch.long, device=device))
         self._block = torch.arange(self.block_size, device=device)
         self._logits: torch.Tensor | None = None
-        self._compiled, self.most = False, None
+        self._compiled, self.most, self.finished = False, None, None
 
     def grow(self, capacity: int) -> None:
         context = self.context
@@ -262,6 +265,9 @@ class DSparkDrafter:
         draft, slots = self.draft, self._block[: self.most]
         positions, counts = position[:, None] + slots, torch.full_like(position, len(slots))
         cos, sin = draft.rotary_emb(self.context.keys, positions)
+        reach = position + counts - self.context.absent
+        if self.finished is not None:
+            reach = reach.masked_fill(self.finished, 0)
 
         def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             self._store(index, k, v, cos, sin, position, counts)
@@ -269,7 +275,7 @@ class DSparkDrafter:
                 q,
                 self.context.keys[index],
                 self.context.values[index],
-                position + len(slots) - self.context.absent,
+                reach,
                 scale=draft.config.head_dim**-0.5,
                 causal=False,
             )

@@ -53,7 +53,7 @@ def block_attention(
         q: ``[B, T, Hq, D]``.
         k_cache, v_cache: ``[B, C, Hkv, D]`` and ``[B, C, Hkv, Dv]``; the block's own K/V stand at
             ``lengths - T .. lengths - 1`` already.
-        lengths: integer ``[B]``, at least T each.
+        lengths: integer ``[B]``, at least T each, or 0: a query that may read no key gives zeros.
         scale: multiplies the scores.
         causal: false for the drafter (bidirectional inside the block), true for the target's verify pass.
         window: sliding window in positions, the query's own included.
@@ -66,7 +66,7 @@ def block_attention(
     kv_heads = k_cache.shape[2]
     groups = heads // kv_heads
     keys = int(lengths.max()) if batch else 0
-    if q.numel() == 0:
+    if q.numel() == 0 or keys == 0:
         return q.new_zeros(batch, block, heads, v_cache.shape[-1])
 
     k = k_cache[:, :keys].transpose(1, 2)
@@ -85,9 +85,11 @@ def block_attention(
         out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
     else:
         scores = softcap * torch.tanh(scale / softcap * (rows.float() @ k.float().transpose(-1, -2)))
-        if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf"))
-        out = (scores.softmax(-1) @ v.float()).to(q.dtype)
+        if mask is None:
+            weights = scores.softmax(-1)
+        else:  # of scores that are all -inf softmax is NaN
+            weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).masked_fill(~mask, 0.0)
+        out = (weights @ v.float()).to(q.dtype)
     out = out.view(batch, kv_heads, groups, block, -1).permute(0, 3, 1, 2, 4)
     return out.reshape(batch, block, heads, -1)
 

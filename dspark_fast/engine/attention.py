@@ -110,7 +110,7 @@ def ragged_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        (cache.lengths + block).to(query.device),
+        cache.reach.to(query.device),
         scale=scale,
         causal=True,
         window=sliding_window,

@@ -96,6 +96,7 @@ class RaggedCache(Cache):
 
     Attributes:
         lengths: int64 ``[B]``, valid keys of each row. The driver alone moves it; rolling back is a smaller length.
+        reach: int64 ``[B]``, keys that the pass announced last may read in each row, its own block's included.
         masks: what the attention of one pass shares among its layers; emptied by :meth:`begin`.
     """
 
@@ -103,6 +104,7 @@ class RaggedCache(Cache):
         super().__init__(layers=[RaggedLayer(self) for _ in range(layers)])
         self.capacity = capacity
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.reach = self.lengths
         self.masks: dict[object, torch.Tensor] = {}
 
     @classmethod
@@ -135,7 +137,7 @@ class RaggedCache(Cache):
             layer.copy_(source, longest)
         self.lengths.copy_(lengths)
 
-    def begin(self, block: int, end: int | None) -> torch.Tensor:
+    def begin(self, block: int, end: int | None, finished: torch.Tensor | None = None) -> torch.Tensor:
         """Announce a forward pass of ``block`` tokens per row.
 
         A row whose tokens here are padding may stand so far that they do not fit: they all go to its last slot, which
@@ -144,7 +146,9 @@ class RaggedCache(Cache):
         Args:
             block: T.
             end: keys that the longest row has after the pass, known to the host, or at least as many; None where the
-                host must not ask (inside a captured graph): then all of the capacity is handed out.
+                host must not ask (inside a captured graph): then all of the capacity is handed out. Of rows that are
+                finished it need not speak.
+            finished: bool ``[B]``, rows whose output nobody wants: kernels read none of their keys and give zeros.
 
         Returns:
             Their positions, int64 ``[B, T]``.
@@ -163,6 +167,9 @@ class RaggedCache(Cache):
             if first + block <= self.capacity:
                 where = slice(None), slice(first, first + block)
         self.where = where, self.capacity if end is None else end
+        self.reach = self.lengths + block
+        if finished is not None:
+            self.reach = self.reach.masked_fill(finished, 0)
         self.masks.clear()
         return slots
 

@@ -145,7 +145,7 @@ def decode(
                 else:
                     _make_room(work, target, reader.longest + work.drafter.block_size + 1)
                     most = None if pace is None else pace.drafts(len(work.state.lengths))
-                    read = rounds.run(reader.longest, drafting=drafting, most=most)
+                    read = rounds.run(reader.reach, drafting=drafting, most=most)
                 reader.queue(drafting)
                 with rounds.part("bookkeeping" if drafting else "plain"):
                     heard = reader.read()

@@ -78,6 +78,11 @@ class Reader:
         return max(self._written[row] for row in self._places)
 
     @property
+    def reach(self) -> int:
+        """Tokens of the longest row that is not finished; 0 where all are."""
+        return max((self._written[row] for row in self._places if not self.finished[row]), default=0)
+
+    @property
     def done(self) -> bool:
         return all(self.finished)
 

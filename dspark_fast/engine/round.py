@@ -104,8 +104,8 @@ class Round:
         self.sampling = sampling
         self.outputs = outputs
         self.part = clock.part if clock is not None else lambda name: nullcontext()
-        self._nothing = Proposal(*state.no_drafts)
         self._waiting: list[_Step] = []
+        self._share()
 
     def prefill(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
         """Read the prompts and commit each row's first token; arguments as of :meth:`Target.prefill`."""
@@ -118,13 +118,20 @@ class Round:
         for one in (self.target, self.drafter, self.state):
             one.select(rows)
         self.sampling = self.sampling.select(rows)
+        self._share()
+
+    def _share(self) -> None:
+        """Tensors of the state that others hold on to."""
         self._nothing = Proposal(*self.state.no_drafts)
+        for one in (self.target, self.drafter):
+            if hasattr(one, "finished"):
+                one.finished = self.state.finished
 
     def run(self, longest: int | None, *, drafting: bool, most: int | None = None) -> int:
         """One round.
 
         Args:
-            longest: committed tokens of the longest row; None in a graph.
+            longest: committed tokens of the longest row that is not finished; None in a graph.
             drafting: false for a plain step: the target alone, one token.
             most: verify so many drafts of each row at most; None for all. A graph has no choice.
 

@@ -51,9 +51,14 @@ class Target(Protocol):
 
 
 class RaggedTarget:
-    """A transformers model behind our cache and our attention, any number of rows, each of its own length."""
+    """A transformers model behind our cache and our attention, any number of rows, each of its own length.
+
+    Attributes:
+        finished: bool ``[B]``, rows that :meth:`verify` need not attend for; None for none.
+    """
 
     room = None
+    finished: torch.Tensor | None = None
 
     def __init__(self, model: PreTrainedModel, cache: RaggedCache, taps: Taps) -> None:
         self.model = model
@@ -155,7 +160,7 @@ class RaggedTarget:
         return self.compiled
 
     def _pass(self, ids: torch.Tensor, end: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        positions = self.cache.begin(ids.shape[1], end)
+        positions = self.cache.begin(ids.shape[1], end, self.finished)
         if self._positions is not None:  # drafts that can no longer be committed may stand behind the last one
             positions = positions.clamp(max=self._positions - 1)
         return self._forward(ids, positions, 0), self._features()

@@ -57,7 +57,9 @@ ROWS = [
     pytest.param(5, 2, 1, 64, 64, [640], {"window": 253}, id="window-253-one-key-in-the-2nd-split"),
     pytest.param(5, 4, 2, 64, 64, [90, 17], {"window": 20}, id="window-both-ways"),
     pytest.param(5, 2, 1, 64, 64, [90, 17], {"causal": True, "window": 1}, id="window-1"),
+    pytest.param(5, 4, 2, 64, 64, [0, 90, 0], {"causal": True, "window": 20}, id="rows-that-read-nothing"),
     pytest.param(4, 4, 2, 64, 64, [270, 33], {"causal": True, "softcap": 5.0}, id="softcap-5"),
+    pytest.param(4, 4, 2, 64, 64, [33, 0], {"softcap": 5.0}, id="softcap-5-a-row-that-reads-nothing"),
     pytest.param(5, 4, 2, 256, 256, [70], {"causal": True, "softcap": 50.0, "window": 40}, id="gemma-softcap-window"),
 ]
 LONG = pytest.param(8, 32, 8, 128, 128, [32_776, 20_000], {"causal": True}, id="S32k", marks=pytest.mark.gpu)
@@ -74,7 +76,7 @@ def test_as_the_reference(block, heads, kv_heads, dim, dim_v, lengths, options, 
     v_cache = poison(v, lengths, block, window)
     q_in_nan = torch.nn.functional.pad(q, (0, 16), value=float("nan"))[..., :dim]
     out = block_attention(q_in_nan, k_cache, v_cache, lengths, **options)
-    assert out.shape == (*q.shape[:3], dim_v) and out.dtype == dtype
+    assert out.shape == (*q.shape[:3], dim_v) and out.dtype == dtype and not out[lengths == 0].any()
     assert rms_error(out, doubles(q, k, v, lengths, **options)) < TOLERANCE[dtype]
 
 
