@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from dspark_fast.drafters import Drafter
 from dspark_fast.first_token import timed
 from dspark_fast.gumbel import GumbelMax
 from dspark_fast.stats import Stats
+
+_NAMES = {"ours": "dspark-fast", "undrafted": "dspark-fast without a drafter", "baseline": "transformers"}
 
 
 @dataclass
@@ -35,19 +39,26 @@ class Comparison:
         tokens_per_second, baseline_tokens_per_second: medians over the runs; None if there was one token only.
         speedup: median of the pairs' ratios; ``speedup_least`` and ``speedup_most`` are their spread.
         call_speedup: the same for whole calls, prefill included, in tokens per second.
-        acceptance_length: tau of ours.
+        acceptance_length: tau of ours; None without a drafter, as ``predicted_speedup`` then is.
         predicted_speedup: ``tau * T_plain / T_round``, the round being the sum of its parts, from the means below.
         seconds_per_round: T_draft, T_verify and T_bookkeeping of ours, means over all rounds of all runs; with CUDA
             graphs one figure, T_graph.
         seconds_per_plain_step: T_plain, mean over the baseline's steps after its prefill.
-        pairs: tokens per second of each pair of runs, ours and the baseline's, after the prefill and of whole calls.
+        pairs: tokens per second of each pair of runs, ours and the baseline's, after the prefill and of whole calls;
+            and of the run without a drafter that belongs to it.
+        undrafted_tokens_per_second: of ours without a drafter, in the same alternation: median over the runs. This and
+            what follows is None where that was not run.
+        undrafted_speedup: median of its ratios to the baseline of the same repeat: what is gained by anything but
+            drafts, which is mostly packed weights on a CPU and CUDA graphs on a GPU.
+        undrafted_identical: whether each of its runs gave the baseline's tokens.
+        undrafted_first_difference: of the first that did not.
     """
 
     mode: str
     baseline: str
     dtype: str
     device: str
-    seed: int | None
+    seed: int | list[int] | None
     prompt_tokens: int
     tokens: list[int]
     baseline_tokens: list[int]
@@ -65,6 +76,10 @@ class Comparison:
     seconds_per_round: dict[str, float]
     seconds_per_plain_step: float | None
     pairs: list[dict[str, float | None]] = field(default_factory=list)
+    undrafted_tokens_per_second: float | None = None
+    undrafted_speedup: float | None = None
+    undrafted_identical: bool | None = None
+    undrafted_first_difference: FirstDifference | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data for JSON: what is not finite becomes None."""
@@ -98,26 +113,29 @@ def compare(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     repeats: int = 3,
+    undrafted: bool = False,
     confidence_threshold: float = 0.0,
     use_markov: bool = True,
+    pack_weights: bool | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Comparison:
     """Decode one prompt several times with ours and with transformers' own ``generate``, in turn.
 
     Greedy: against ``model.generate(do_sample=False)``. At a temperature: coupled mode against the same with
     :class:`~dspark_fast.gumbel.GumbelMax`, so that the tokens can be compared; both sides make the same noise. Both
-    run in one process on the same weights, after a warm-up each; every second pair starts with the baseline, so that a
-    drift of the machine's speed favours neither.
+    run in one process on the same weights, after a warm-up each; they take turns in starting a repeat, so that a drift
+    of the machine's speed favours neither.
 
     Args:
-        draft, confidence_threshold, use_markov: see :func:`dspark_fast.decoding`.
+        draft, confidence_threshold, use_markov, pack_weights: see :func:`dspark_fast.decoding`.
         input_ids: int64 ``[1, S]``.
         tokenizer: shows differing tokens as text.
         temperature: 0 is greedy, and then the cuts and the seed do nothing.
-        seed: for a temperature; 0 if left out.
+        seed: for a temperature: an integer, or a list of the row's own; 0 if left out.
         repeats: pairs of runs.
+        undrafted: run ours without a drafter too, in each repeat; nothing is added where ``draft`` is None.
         progress: called with a few words before each run.
 
     Raises:
@@ -128,7 +146,7 @@ def compare(
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}: accepted is 1 or more")
     sampled = temperature > 0
-    seed = (seed or 0) if sampled else None
+    seed = (0 if seed is None else seed) if sampled else None
     cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     common: dict[str, Any] = {
         "attention_mask": torch.ones_like(input_ids),
@@ -137,19 +155,20 @@ def compare(
         "return_dict_in_generate": False,
     }
     processors = [GumbelMax(seed=seed, temperature=temperature, **cuts)] if seed is not None else []
+    drafting = {"confidence_threshold": confidence_threshold, "use_markov": use_markov}
 
-    def ours(streamer: BaseStreamer) -> torch.Tensor:
+    def ours(drafter: DSparkDraft | Drafter | None, settings: dict[str, Any], streamer: BaseStreamer) -> torch.Tensor:
         sampling = {"do_sample": True, "temperature": temperature, **cuts} if sampled else {"do_sample": False}
         return generation.generate(
             model,
-            draft,
+            drafter,
             input_ids,
             verification="coupled",
             seed=seed,
-            confidence_threshold=confidence_threshold,
-            use_markov=use_markov,
+            pack_weights=pack_weights,
             off_switch=False,  # the drafter is what is measured, also where it loses
             streamer=streamer,
+            **settings,
             **common,
             **sampling,
         )
@@ -157,27 +176,48 @@ def compare(
     def baseline(streamer: BaseStreamer) -> torch.Tensor:
         return model.generate(input_ids, do_sample=False, logits_processor=processors, streamer=streamer, **common)
 
-    def timed(run: Callable[[BaseStreamer], torch.Tensor], what: str) -> _Run:
-        progress(what)
-        return _timed(run, input_ids)
+    ways: dict[str, Callable[[BaseStreamer], torch.Tensor]] = {"ours": partial(ours, draft, drafting)}
+    if undrafted and draft is not None:
+        ways["undrafted"] = partial(ours, None, {})
+    ways["baseline"] = baseline
+    found = _alternate(ways, input_ids, repeats, progress)
 
-    timed(ours, "warming up dspark-fast")
-    timed(baseline, "warming up transformers")
-    pairs: list[tuple[_Run, _Run]] = []
+    differences = {}
+    for name in ways:
+        different = _first_different(found, name)
+        if different is not None:
+            progress("looking at the first difference")
+            tokens = (different[name].tokens, different["baseline"].tokens)
+            processor = processors[0] if processors else None
+            differences[name] = first_difference(model, input_ids, *tokens, tokenizer, processor)
+    return _summary(model, draft, found, input_ids, seed, differences)
+
+
+def _alternate(
+    ways: dict[str, Callable[[BaseStreamer], torch.Tensor]],
+    input_ids: torch.Tensor,
+    repeats: int,
+    progress: Callable[[str], None],
+) -> list[dict[str, _Run]]:
+    """All ways in each repeat, after a warm-up of each; every repeat starts with the next of them."""
+    names, count, total = list(ways), itertools.count(1), len(ways) * (repeats + 1)
+
+    def run(name: str, what: str = "") -> _Run:
+        progress(f"run {next(count)} of {total}: {what}{_NAMES[name]}")
+        return _timed(ways[name], input_ids)
+
+    for name in names:
+        run(name, "warming up ")
+    found = []
     for index in range(repeats):
-        runs = {}
-        for run in (ours, baseline) if index % 2 == 0 else (baseline, ours):
-            runs[run] = timed(run, f"{'dspark-fast' if run is ours else 'transformers'}, run {index + 1} of {repeats}")
-        pairs.append((runs[ours], runs[baseline]))
+        first = index % len(names)
+        found.append({name: run(name) for name in names[first:] + names[:first]})
+    return found
 
-    different = next((pair for pair in pairs if pair[0].tokens != pair[1].tokens), None)
-    first, plain = different or pairs[0]
-    difference = None
-    if different is not None:
-        progress("looking at the first difference")
-        processor = processors[0] if processors else None
-        difference = first_difference(model, input_ids, first.tokens, plain.tokens, tokenizer, processor)
-    return _summary(model, pairs, input_ids, seed, first, plain, difference)
+
+def _first_different(found: list[dict[str, _Run]], name: str) -> dict[str, _Run] | None:
+    """The first repeat in which this way gave other tokens than the baseline."""
+    return next((runs for runs in found if runs[name].tokens != runs["baseline"].tokens), None)
 
 
 def _timed(run: Callable[[BaseStreamer], torch.Tensor], input_ids: torch.Tensor) -> _Run:
@@ -188,30 +228,30 @@ def _timed(run: Callable[[BaseStreamer], torch.Tensor], input_ids: torch.Tensor)
 
 def _summary(
     model: PreTrainedModel,
-    pairs: list[tuple[_Run, _Run]],
+    draft: DSparkDraft | Drafter | None,
+    found: list[dict[str, _Run]],
     input_ids: torch.Tensor,
-    seed: int | None,
-    first: _Run,
-    plain: _Run,
-    difference: FirstDifference | None,
+    seed: int | Sequence[int] | None,
+    differences: dict[str, FirstDifference | None],
 ) -> Comparison:
+    shown = _first_different(found, "ours") or found[0]
+    first, plain = shown["ours"], shown["baseline"]
     rows: list[dict[str, float | None]] = [
         {
-            "ours": a.speed,
-            "baseline": b.speed,
-            "ours_call": len(a.tokens) / a.seconds,
-            "baseline_call": len(b.tokens) / b.seconds,
+            **{name: run.speed for name, run in runs.items()},
+            **{f"{name}_call": len(run.tokens) / run.seconds for name, run in runs.items()},
         }
-        for a, b in pairs
+        for runs in found
     ]
-    ratios = [row["ours"] / row["baseline"] for row in rows if row["ours"] and row["baseline"]]
-    stats = [ours.stats for ours, _ in pairs if ours.stats is not None]
+    ratios = _ratios(rows, "ours")
+    stats = [runs["ours"].stats for runs in found if runs["ours"].stats is not None]
     rounds = sum(each.rounds for each in stats)
     parts = ("graph",) if any(each.seconds.graph for each in stats) else ("draft", "verify", "bookkeeping")
     per_round = {part: sum(getattr(each.seconds, part) for each in stats) / rounds for part in parts} if rounds else {}
-    steps = sum(len(each.tokens) - 1 for _, each in pairs)
-    per_step = sum(each.after_first for _, each in pairs) / steps if steps else None
-    tau = first.stats.acceptance_length if first.stats is not None and first.stats.rounds else None
+    steps = sum(len(runs["baseline"].tokens) - 1 for runs in found)
+    per_step = sum(runs["baseline"].after_first for runs in found) / steps if steps else None
+    drafted = draft is not None and first.stats is not None and first.stats.rounds
+    tau = first.stats.acceptance_length if drafted else None
     predicted = tau * per_step / sum(per_round.values()) if tau and per_step and per_round else None
     kind = "generate(do_sample=False)"
     return Comparison(
@@ -219,12 +259,12 @@ def _summary(
         baseline=kind if seed is None else "generate(do_sample=False, logits_processor=[GumbelMax(...)])",
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
-        seed=seed,
+        seed=seed if seed is None or isinstance(seed, int) else list(seed),
         prompt_tokens=input_ids.shape[1],
         tokens=first.tokens,
         baseline_tokens=plain.tokens,
-        identical=difference is None,
-        first_difference=difference,
+        identical="ours" not in differences,
+        first_difference=differences.get("ours"),
         tokens_per_second=_median([row["ours"] for row in rows]),
         baseline_tokens_per_second=_median([row["baseline"] for row in rows]),
         speedup=_median(ratios),
@@ -237,10 +277,19 @@ def _summary(
         seconds_per_round=per_round,
         seconds_per_plain_step=per_step,
         pairs=rows,
+        undrafted_tokens_per_second=_median([row.get("undrafted") for row in rows]),
+        undrafted_speedup=_median(_ratios(rows, "undrafted")),
+        undrafted_identical="undrafted" not in differences if "undrafted" in found[0] else None,
+        undrafted_first_difference=differences.get("undrafted"),
     )
 
 
-def _median(values: list[float | None]) -> float | None:
+def _ratios(rows: list[dict[str, float | None]], name: str) -> list[float]:
+    """How much faster this way was than the baseline of the same repeat."""
+    return [row[name] / row["baseline"] for row in rows if row.get(name) and row["baseline"]]
+
+
+def _median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 

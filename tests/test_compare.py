@@ -135,13 +135,85 @@ def test_order_of_the_runs(pair, prompt):
     said = []
     compare(*pair, prompt, max_new_tokens=2, repeats=2, progress=said.append)
     assert said == [
-        "warming up dspark-fast",
-        "warming up transformers",
-        "dspark-fast, run 1 of 2",
-        "transformers, run 1 of 2",
-        "transformers, run 2 of 2",
-        "dspark-fast, run 2 of 2",
+        "run 1 of 6: warming up dspark-fast",
+        "run 2 of 6: warming up transformers",
+        "run 3 of 6: dspark-fast",
+        "run 4 of 6: transformers",
+        "run 5 of 6: transformers",
+        "run 6 of 6: dspark-fast",
     ]
+
+
+def test_order_of_the_runs_with_one_more(pair, prompt):
+    said = []
+    compare(*pair, prompt, max_new_tokens=2, repeats=3, undrafted=True, progress=said.append)
+    assert all(one.startswith(f"run {number} of 12: ") for number, one in enumerate(said, 1))
+    ours, alone, plain = "dspark-fast", "dspark-fast without a drafter", "transformers"
+    assert [one.split(": ")[1] for one in said] == [
+        *(f"warming up {name}" for name in (ours, alone, plain)),
+        *(ours, alone, plain),
+        *(alone, plain, ours),
+        *(plain, ours, alone),
+    ]
+
+
+@pytest.mark.floor
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_ours_without_a_drafter_beside_the_two(pair, prompt, temperature):
+    found = compare(*pair, prompt, max_new_tokens=16, temperature=temperature, seed=1, repeats=3, undrafted=True)
+    assert found.identical and found.undrafted_identical and found.undrafted_first_difference is None
+    ratios = sorted(each["undrafted"] / each["baseline"] for each in found.pairs)
+    assert found.undrafted_speedup == ratios[1]
+    assert found.undrafted_tokens_per_second == sorted(each["undrafted"] for each in found.pairs)[1]
+    assert found.speedup == sorted(each["ours"] / each["baseline"] for each in found.pairs)[1]
+    assert all(each["undrafted_call"] > 0 for each in found.pairs)
+    assert json.loads(found.to_json()) == found.to_dict()
+    assert found.to_dict()["undrafted_speedup"] == found.undrafted_speedup
+
+
+def test_it_is_not_run_unasked(pair, prompt):
+    found = compare(*pair, prompt, max_new_tokens=2, repeats=1)
+    assert found.undrafted_identical is None and found.undrafted_speedup is None
+    assert found.undrafted_tokens_per_second is None and "undrafted" not in found.pairs[0]
+
+
+def test_without_a_drafter_there_are_two_ways_and_no_prediction(pair, prompt):
+    said = []
+    found = compare(pair[0], None, prompt, max_new_tokens=8, repeats=1, undrafted=True, progress=said.append)
+    assert len(said) == 4 and found.identical and found.speedup > 0
+    assert found.acceptance_length is None and found.predicted_speedup is None and found.undrafted_speedup is None
+
+
+def test_a_difference_without_a_drafter_is_its_own(pair, prompt, monkeypatch):
+    true = generation.generate
+
+    def wrong(model, draft, input_ids, **kwargs):
+        output = true(model, draft, input_ids, **kwargs)
+        if draft is None:
+            output[0, input_ids.shape[1] + 3] = (output[0, input_ids.shape[1] + 3] + 1) % 97
+        return output
+
+    monkeypatch.setattr(generation, "generate", wrong)
+    found = compare(*pair, prompt, max_new_tokens=8, repeats=1, undrafted=True)
+    assert found.identical and found.first_difference is None and found.tokens == found.baseline_tokens
+    assert found.undrafted_identical is False
+    assert found.undrafted_first_difference.index == 3 and not found.undrafted_first_difference.near_tie
+    assert found.to_dict()["undrafted_first_difference"]["index"] == 3
+
+
+def test_seeds_of_rows_and_packing_are_handed_on(pair, prompt, monkeypatch):
+    true, packed = generation.generate, []
+
+    def watching(*arguments, pack_weights, **kwargs):
+        packed.append(pack_weights)
+        return true(*arguments, pack_weights=pack_weights, **kwargs)
+
+    monkeypatch.setattr(generation, "generate", watching)
+    settings = {"max_new_tokens": 8, "temperature": 0.8, "repeats": 1, "undrafted": True, "pack_weights": False}
+    row, bare = (compare(*pair, prompt, seed=seed, **settings) for seed in ([-5], -5))
+    assert packed == [False] * 8
+    assert row.identical and row.undrafted_identical and row.seed == [-5] and bare.seed == -5
+    assert row.tokens != bare.tokens
 
 
 def test_one_token_has_no_speed_after_the_prefill(pair, prompt):

@@ -32,12 +32,16 @@ def chat(
     verification: o.Verify = None,
     confidence_threshold: o.Confidence = 0.0,
     no_markov: o.NoMarkov = False,
+    no_draft: o.NoDraft = False,
+    threads: o.Threads = None,
+    pack_weights: o.PackWeights = None,
     system: o.System = None,
 ) -> None:
     """Talk with the model; it remembers the conversation.
 
     /reset forgets it, /help lists the commands, /exit or Ctrl-D ends, Ctrl-C stops an answer.
     """
+    o.check_no_draft(no_draft, draft, no_markov, confidence_threshold)
     settings = Settings(
         model=model,
         draft=draft,
@@ -53,6 +57,9 @@ def chat(
         confidence_threshold=confidence_threshold,
         use_markov=not no_markov,
         system=system,
+        use_draft=not no_draft,
+        threads=threads,
+        pack_weights=pack_weights,
     )
     with plain_errors():
         session = Session(settings)

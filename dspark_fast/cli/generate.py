@@ -41,21 +41,26 @@ def generate(
     verification: o.Verify = None,
     confidence_threshold: o.Confidence = 0.0,
     no_markov: o.NoMarkov = False,
+    no_draft: o.NoDraft = False,
+    threads: o.Threads = None,
+    pack_weights: o.PackWeights = None,
     no_chat_template: Annotated[
         bool, typer.Option("--no-chat-template", help="Give the model the prompt as it is.")
     ] = False,
     system: o.System = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Decode again, with and without the drafter in turn, and compare.")
+        bool, typer.Option("--compare", help="Decode again, with and without the drafter and by transformers.")
     ] = False,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="With --compare: how many times each.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Answer one prompt, several tokens per forward pass.
 
-    Prints the text as it is decoded, then one line of figures; --compare adds how it compares with transformers' own
-    decoding: whether the tokens are the same, and how much sooner they came.
+    Prints the text as it is decoded, then one line of figures. --compare adds
+    how it compares with transformers' own decoding: whether the tokens are the
+    same, how much sooner they came, and how much of that without any drafts.
     """
+    o.check_no_draft(no_draft, draft, no_markov, confidence_threshold)
     if system is not None and no_chat_template:
         raise typer.BadParameter("a system message needs the chat template.", param_hint="'--system'")
     text = _prompt(prompt)
@@ -74,6 +79,9 @@ def generate(
         confidence_threshold=confidence_threshold,
         use_markov=not no_markov,
         system=system,
+        use_draft=not no_draft,
+        threads=threads,
+        pack_weights=pack_weights,
     )
     if compare and temperature > 0:
         if verification is o.Verification.rejection:
@@ -98,12 +106,14 @@ def generate(
         if not as_json:
             write("" if answer.text.endswith("\n") else "\n")
             figures = session.figures(answer.stats)
-            out.print(f"{figures} | first run, cold" if compare else figures, style="dim", markup=False)
+            if compare:
+                figures += " | first run, cold" + ("; below, ours drafts throughout" if answer.stats.pauses else "")
+            out.print(figures, style="dim", markup=False)
         comparison = _compare(session, input_ids, repeats) if compare else None
     if as_json:
         print(json.dumps(_report(session, answer, comparison)))
     elif comparison is not None:
-        _show(out, comparison)
+        _show(out, comparison, drafted=not no_draft)
 
 
 def _prompt(argument: str | None) -> str:
@@ -132,6 +142,9 @@ def _compare(session: Session, input_ids: torch.Tensor, repeats: int) -> Compari
     from dspark_fast.compare import compare
 
     settings = session.settings
+    ways = "ours, ours without a drafter, and" if settings.use_draft else "ours without a drafter and"
+    runs = "1 run" if repeats == 1 else f"{repeats} runs"
+    note(f"Comparing: {runs} each of {ways} transformers' generate, after one to warm up")
     with Console(stderr=True).status("comparing") as status:  # shown on a terminal only
         return compare(
             session.model,
@@ -142,23 +155,40 @@ def _compare(session: Session, input_ids: torch.Tensor, repeats: int) -> Compari
             temperature=settings.temperature,
             seed=settings.seed,
             repeats=repeats,
+            undrafted=True,
+            pack_weights=settings.pack_weights,
             progress=lambda what: status.update(f"comparing: {what}"),
             **settings.cuts(),
             **settings.drafting(),
         )
 
 
-def _show(out: Console, found: Comparison) -> None:
+def _show(out: Console, found: Comparison, drafted: bool) -> None:
+    out.print()
+    out.print(_table(found, drafted))
+    out.print()
+    _show_speedup(out, found)
+    _show_tokens(out, found)
+
+
+def _table(found: Comparison, drafted: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
     table.add_column("tokens/s", justify="right")
     table.add_column("ms per token", justify="right")
+    table.add_column("speedup", justify="right")
     transformers = "transformers" if found.mode == "greedy" else "transformers, Gumbel-max"
-    for name, speed in (("dspark-fast", found.tokens_per_second), (transformers, found.baseline_tokens_per_second)):
-        table.add_row(name, *(("-", "-") if speed is None else (f"{speed:.1f}", f"{1000 / speed:.2f}")))
-    out.print()
-    out.print(table)
-    out.print()
+    plainly = "dspark-fast, no drafter"
+    rows = [("dspark-fast" if drafted else plainly, found.tokens_per_second, found.speedup)]
+    if found.undrafted_identical is not None:
+        rows.append((plainly, found.undrafted_tokens_per_second, found.undrafted_speedup))
+    for name, speed, speedup in (*rows, (transformers, found.baseline_tokens_per_second, None)):
+        times = ("-", "-") if speed is None else (f"{speed:.1f}", f"{1000 / speed:.2f}")
+        table.add_row(name, *times, "" if speedup is None else f"{speedup:.2f}x")
+    return table
+
+
+def _show_speedup(out: Console, found: Comparison) -> None:
     if found.speedup is None or found.speedup_least is None or found.speedup_most is None:
         out.print("speedup: none to measure, there is one token only")
     else:
@@ -176,11 +206,23 @@ def _show(out: Console, found: Comparison) -> None:
             f"predicted {found.predicted_speedup:.2f}x = {found.acceptance_length:.2f} tokens per round x "
             f"{1000 * (found.seconds_per_plain_step or 0):.2f} ms / ({' + '.join(parts)} ms)"
         )
-    if found.first_difference is None:
-        count = len(found.tokens)
-        out.print(f"[green]the same {count} token{'' if count == 1 else 's'}[/green]")
-    else:
+
+
+def _show_tokens(out: Console, found: Comparison) -> None:
+    count, alone = len(found.baseline_tokens), found.undrafted_first_difference
+    same = f"the same {count} token{'' if count == 1 else 's'}"
+    if found.first_difference is not None:
         out.print(f"not the same tokens: {found.first_difference.sentence()}", style="yellow", markup=False)
+    elif alone is not None or found.undrafted_identical is None:
+        out.print(f"[green]{same}[/green]")
+    else:
+        out.print(f"[green]{same}, with the drafter and without[/green]")
+    if alone is not None:
+        why = "a near-tie" if alone.near_tie else "a difference that rounding does not explain"
+        start = f"the first {alone.index} are, then there is {why}"
+        out.print(f"without the drafter not the same tokens: {start}", style="yellow", markup=False)
+    elif found.first_difference is not None and found.undrafted_identical:
+        out.print(f"[green]without the drafter {same}[/green]")
 
 
 def _report(session: Session, answer: Answer, comparison: Comparison | None) -> dict[str, Any]:
@@ -190,11 +232,12 @@ def _report(session: Session, answer: Answer, comparison: Comparison | None) -> 
     from dspark_fast import __version__
 
     stats = answer.stats
+    drafted = stats.rounds and session.settings.use_draft
     compared = comparison.to_dict() if comparison is not None else {}
     return {
         "text": answer.text,
         "tokens": answer.tokens,
-        "acceptance_length": stats.acceptance_length if stats.rounds else None,
+        "acceptance_length": stats.acceptance_length if drafted else None,
         "tokens_per_second": compared.get("tokens_per_second", stats.tokens_per_second if stats.rounds else None),
         "baseline_tokens_per_second": compared.get("baseline_tokens_per_second"),
         "speedup": compared.get("speedup"),

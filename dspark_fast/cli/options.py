@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,9 +34,34 @@ def _number(value: float) -> float:
     return value
 
 
+def _seed(text: str) -> int | list[int]:
+    """N as an int; [N], as ``.stats.seeds`` shows the seed that a row ended up with, as a list of a signed one."""
+    row = re.fullmatch(r"\[(.*)\]", text.strip())
+    try:
+        value = int(row[1] if row else text)
+    except ValueError:
+        value = None
+    if value is None or not -(2**63) <= value < 2**64:
+        raise typer.BadParameter(f"{text!r}: accepted are integers of 64 bits, as N or '[N]'.")
+    return [(value + 2**63) % 2**64 - 2**63] if row else value
+
+
+def check_no_draft(no_draft: bool, draft: str | None, no_markov: bool, confidence_threshold: float) -> None:
+    """Refuse options that need a drafter beside ``--no-draft``.
+
+    Raises:
+        typer.BadParameter: naming them.
+    """
+    given = {"--draft": draft is not None, "--no-markov": no_markov, "--confidence-threshold": confidence_threshold > 0}
+    if no_draft and any(given.values()):
+        named = " and ".join(name for name, is_given in given.items() if is_given)
+        raise typer.BadParameter(f"it cannot go with {named}: there is no drafter then.", param_hint="'--no-draft'")
+
+
 _PAIR = "Models"
 _SAMPLING = "Sampling"
 _DRAFTING = "Drafting"
+_CPU = "On a CPU"
 
 Model = Annotated[
     str,
@@ -96,12 +122,11 @@ MinP = Annotated[
     ),
 ]
 Seed = Annotated[
-    int | None,
+    Any,  # int | list[int] | None, which typer does not take
     typer.Option(
         metavar="N",
-        min=0,
-        max=2**64 - 1,
-        help="The same seed gives the same tokens. Left out: a new one.",
+        parser=_seed,
+        help="The same seed gives the same tokens; '[N]' is one of output.stats.seeds. Left out: a new one.",
         rich_help_panel=_SAMPLING,
     ),
 ]
@@ -128,4 +153,23 @@ Confidence = Annotated[
 NoMarkov = Annotated[
     bool,
     typer.Option("--no-markov", help="Leave the drafter's Markov head out.", rich_help_panel=_DRAFTING),
+]
+NoDraft = Annotated[
+    bool,
+    typer.Option("--no-draft", help="Decode without a drafter; none is loaded then.", rich_help_panel=_DRAFTING),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="Of torch; beside other work, fewer can be much faster.", rich_help_panel=_CPU
+    ),
+]
+PackWeights = Annotated[
+    bool | None,
+    typer.Option(
+        "--pack-weights/--no-pack-weights",
+        help="Lay bf16 weights out for the processor: as much memory again. Left out: if that is at most 2 GiB.",
+        show_default=False,
+        rich_help_panel=_CPU,
+    ),
 ]

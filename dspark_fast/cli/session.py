@@ -39,11 +39,14 @@ class Settings:
     top_k: int
     top_p: float
     min_p: float
-    seed: int | None
+    seed: int | list[int] | None
     verification: str | None
     confidence_threshold: float
     use_markov: bool
     system: str | None = None
+    use_draft: bool = True
+    threads: int | None = None
+    pack_weights: bool | None = None
 
     def __post_init__(self) -> None:
         # Not torch's generator: a fresh process would draw the same seed every time.
@@ -69,10 +72,11 @@ class Answer:
 
 
 class Session:
-    """A target, its drafter and its tokenizer, loaded, with settings.
+    """A target, its drafter (None if there is to be none) and its tokenizer, loaded, with settings.
 
     Raises:
-        ValueError, TargetError: see :func:`dspark_fast.load`.
+        ValueError, TargetError: see :func:`dspark_fast.load`; ValueError too where weights are to be packed and none
+            can be.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -80,21 +84,23 @@ class Session:
         start = time.perf_counter()
         import torch
 
-        from dspark_fast.pairs import load
+        from dspark_fast.engine.prepacked import prepackable
 
-        dtype = None if settings.dtype == "auto" else getattr(torch, _LONG[settings.dtype])
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
         self.settings = settings
         self._past: Cache | None = None
         self.model: PreTrainedModel
-        self.draft: DSparkDraft
+        self.draft: DSparkDraft | None
         self.tokenizer: PreTrainedTokenizerBase
-        self.model, self.draft, self.tokenizer = load(
-            settings.model, draft=settings.draft, dtype=dtype, device=settings.device
-        )
-        note(
-            f"Loaded {settings.model} with the drafter {self.draft_name} in {time.perf_counter() - start:.1f} s "
-            f"({self.dtype}, {self.device})"
-        )
+        self.model, self.draft, self.tokenizer = _load(settings)
+        if settings.pack_weights and not prepackable([self.model]):  # said once, not at each answer of a chat
+            raise ValueError(
+                f"--pack-weights is given, and the model is in {self.dtype} on {self.device}: accepted is bf16, on a "
+                "CPU that multiplies it"
+            )
+        drafter = f"with the drafter {self.draft_name}" if settings.use_draft else "without a drafter"
+        note(f"Loaded {settings.model} {drafter} in {time.perf_counter() - start:.1f} s ({self.dtype}, {self.device})")
 
     @property
     def dtype(self) -> str:
@@ -111,10 +117,12 @@ class Session:
         return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
     @property
-    def draft_name(self) -> str:
-        """As given; else the known one, with a word on where it is from."""
+    def draft_name(self) -> str | None:
+        """As given; else the known one, with a word on where it is from; None without a drafter."""
         from dspark_fast.pairs import draft_name
 
+        if not self.settings.use_draft:
+            return None
         return draft_name(self.settings.model, self.settings.draft)
 
     @property
@@ -184,6 +192,7 @@ class Session:
             max_new_tokens=self.room(input_ids),
             verification=settings.verification or "rejection",
             seed=settings.seed,
+            pack_weights=settings.pack_weights,
             streamer=stream,
             return_dict_in_generate=True,
             past_key_values=self._past,
@@ -199,13 +208,28 @@ class Session:
         count = sum(stats.new_tokens)
         parts = [f"{count} token{'' if count == 1 else 's'}"]
         if stats.pauses:
-            parts.append(f"{stats.plain_steps} of them without drafts, which lost time")
+            parts.append(f"{stats.plain_steps} of them without drafts, which seemed to lose time")
         if stats.rounds:
-            parts += [f"{stats.tokens_per_second:.1f} tokens/s", f"acceptance length {stats.acceptance_length:.2f}"]
+            drafts = f"acceptance length {stats.acceptance_length:.2f}" if self.settings.use_draft else "no drafter"
+            parts += [f"{stats.tokens_per_second:.1f} tokens/s", drafts]
         mode = stats.mode
         if mode != "greedy":
             mode += f" at temperature {self.settings.temperature:g}, seed {self.settings.seed}"
         return " | ".join([*parts, mode, self.dtype, self.device])
+
+
+def _load(settings: Settings) -> tuple[PreTrainedModel, DSparkDraft | None, PreTrainedTokenizerBase]:
+    import torch
+
+    from dspark_fast.pairs import best_dtype, chosen_device, load
+    from dspark_fast.targets import load_target
+
+    dtype = None if settings.dtype == "auto" else getattr(torch, _LONG[settings.dtype])
+    if settings.use_draft:
+        return load(settings.model, draft=settings.draft, dtype=dtype, device=settings.device)
+    device = chosen_device(settings.device)
+    model, tokenizer = load_target(settings.model, best_dtype(device) if dtype is None else dtype, device)
+    return model, None, tokenizer
 
 
 class TextStream:
