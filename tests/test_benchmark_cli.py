@@ -83,7 +83,7 @@ def test_json_alone_and_the_fast_dtype(pair):
     report = json.loads(result.stdout)
     assert report["dtype"] == "bfloat16" and {row["context"] for row in report["rows"]} == {40}
     assert [line.endswith("(fp32, cpu)") for line in result.stderr.splitlines() if "Loaded" in line] == [True, False]
-    assert report["prompt_tokens"] == {"batch 1, context 40": [40, 40, 40]}
+    assert report["prompt_tokens"] == {"batch 1, 40 tokens of context": [40, 40, 40]}
 
 
 def test_a_difference_ends_it(pair, monkeypatch, tmp_path):

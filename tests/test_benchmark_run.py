@@ -91,7 +91,7 @@ def test_in_turn(measure):
     turns = [ways[turn % 3 :] + ways[: turn % 3] for turn in range(6)]
     assert timed == [label for turn in turns for label in turn]
     kinds = [line.split()[0].rstrip(",") for line in said]
-    assert kinds == sorted(kinds, key=["checking", "warming", "timing"].index)
+    assert kinds == sorted(kinds, key=["checking", "warming", "calibrating", "timing"].index)
 
 
 def test_a_difference_of_ours_is_no_report(measure, monkeypatch):

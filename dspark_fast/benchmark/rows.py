@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dspark_fast.benchmark.calls import Call, Rounds
-from dspark_fast.benchmark.predicted import predict, why
+from dspark_fast.benchmark.predicted import Costs, plain_step, predict, why
 from dspark_fast.benchmark.way import Way
 
 ALL = "all"  #: the set of a row over all cases
@@ -28,22 +28,22 @@ def speed(calls: Sequence[Call]) -> float:
     return sum(len(call.tokens) * max(call.counted, 1) for call in calls) / sum(call.after for call in calls)
 
 
-def row_of(way: Way, name: str, repeats: Repeats, baseline: Repeats) -> dict[str, Any]:
+def row_of(way: Way, name: str, repeats: Repeats, baseline: Repeats, costs: Costs) -> dict[str, Any]:
     """Figures of one way over some cases.
 
     Args:
         name: of the cases' set.
         repeats: its calls.
         baseline: transformers' ``generate`` on the same cases in the same repeats.
+        costs: taken before; the prediction is made from them.
     """
     calls = [call for repeat in repeats for call in repeat]
-    plain = [call for repeat in baseline for call in repeat]
-    plain_step = sum(call.after for call in plain) / sum(call.counted for call in plain)
+    step = plain_step([call for repeat in baseline for call in repeat])
     ratios = [speed(mine) / speed(theirs) for mine, theirs in zip(repeats, baseline)]
     whole = [sum(c.seconds for c in theirs) / sum(c.seconds for c in mine) for mine, theirs in zip(repeats, baseline)]
     known = [call.rounds for call in calls if call.rounds is not None]
     pooled = sum(known, Rounds()) if known else None
-    prediction, speedup = predict(pooled, plain_step), spread(ratios)
+    prediction, speedup = predict(pooled, costs), spread(ratios)
     return {
         "set": name,
         "provider": way.name,
@@ -63,5 +63,5 @@ def row_of(way: Way, name: str, repeats: Repeats, baseline: Repeats) -> dict[str
         "draft_cost": prediction.draft if prediction is not None else None,
         "verify_cost": prediction.verify if prediction is not None else None,
         "predicted_speedup": prediction.speedup if prediction is not None else None,
-        "why": why(calls, prediction, plain_step, speedup["median"]) if prediction is not None else None,
+        "why": why(calls, prediction, step, speedup["median"]) if prediction is not None else None,
     }

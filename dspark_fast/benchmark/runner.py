@@ -12,16 +12,20 @@ from typing import Any
 import torch
 
 from dspark_fast.benchmark.calls import Call
+from dspark_fast.benchmark.predicted import Costs
 from dspark_fast.benchmark.rows import ALL, row_of
 from dspark_fast.benchmark.verdict import sentences
 from dspark_fast.benchmark.way import Pair, Way
 from dspark_fast.benchmark.ways import BASELINE, chosen
-from dspark_fast.benchmark.workload import Case, cases_of, check_room, read_sets
+from dspark_fast.benchmark.workload import Case, cases_of, check_room, place, read_sets
 from dspark_fast.divergence import first_difference
 from dspark_fast.machine import describe
 
 Progress = Callable[[str], None]
 Calls = dict[str, list[list[Call]]]  # by way, then by repeat, then by case
+
+#: Calls on one prompt from which a prediction takes what a round costs, before anything is timed for the table.
+FOR_COSTS = 2
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,9 @@ def run(
     for shape, cases in shapes.items():
         compiling: dict[str, float] = {}
         ready = warm_up(pair, cases, able[shape], settings, compiling, partial(leave, shape), progress)
-        calls = alternate(pair, cases, ready, settings, compiling, progress)
-        for row in rows_of(ready, cases, calls):
+        costs = take_costs(pair, cases, ready, settings, progress)
+        calls = alternate(pair, cases, ready, settings, settings.repeats, compiling, progress)
+        for row in rows_of(ready, cases, calls, costs):
             if row["set"] == ALL:
                 row["compile_seconds"] = compiling.get(row["provider"])
                 row["same_tokens"] = judge(pair, tokenizer, cases, calls, row["provider"])
@@ -119,7 +124,7 @@ def run(
             "prompts": [str(path) for path in settings.prompts] or "shipped",
         },
         "prompt_tokens": {
-            _named(shape): [len(row) for case in cases for row in case.rows] for shape, cases in shapes.items()
+            place(*shape): [len(row) for case in cases for row in case.rows] for shape, cases in shapes.items()
         },
         "machine": describe(str(pair.model.device)),
         "rows": rows,
@@ -211,26 +216,35 @@ def warm_up(
     return ready
 
 
+def take_costs(
+    pair: Pair, cases: Sequence[Case], ways: Sequence[Way], settings: Settings, progress: Progress
+) -> dict[str, Costs]:
+    """What rounds and plain steps take, by way: on the longest case, apart from the calls that are judged by it."""
+    longest = max(cases, key=lambda case: case.width)
+    calls = alternate(pair, [longest], ways, settings, FOR_COSTS, {}, progress, "calibrating")
+    found = {name: [call for repeat in repeats for call in repeat] for name, repeats in calls.items()}
+    return {name: Costs.of(mine, found[BASELINE]) for name, mine in found.items()}
+
+
 def alternate(
     pair: Pair,
     cases: Sequence[Case],
     ways: Sequence[Way],
     settings: Settings,
+    repeats: int,
     compiling: dict[str, float],
     progress: Progress,
+    doing: str = "timing",
 ) -> Calls:
     """Every way on every case, so many times; in each case of each repeat another way begins, so drift favours none."""
     calls: Calls = {way.name: [] for way in ways}
-    for repeat in range(settings.repeats):
+    for repeat in range(repeats):
         for way in ways:
             calls[way.name].append([])
         for number, case in enumerate(cases):
             turn = (repeat * len(cases) + number) % len(ways)
             for way in (*ways[turn:], *ways[:turn]):
-                progress(
-                    f"timing, repeat {repeat + 1} of {settings.repeats}, prompt {number + 1} of {len(cases)}: "
-                    f"{way.label}"
-                )
+                progress(f"{doing}, repeat {repeat + 1} of {repeats}, prompt {number + 1} of {len(cases)}: {way.label}")
                 call = way.call(pair, case, settings.max_new_tokens)
                 if call.compiling:  # a shape that the warm-up has not met
                     compiling[way.name] = compiling.get(way.name, 0.0) + call.compiling
@@ -239,7 +253,7 @@ def alternate(
     return calls
 
 
-def rows_of(ways: Sequence[Way], cases: Sequence[Case], calls: Calls) -> list[dict[str, Any]]:
+def rows_of(ways: Sequence[Way], cases: Sequence[Case], calls: Calls, costs: dict[str, Costs]) -> list[dict[str, Any]]:
     """A row per way over all cases, and where there are several sets one for each."""
     sets = list(dict.fromkeys(case.set for case in cases))
     groups = {ALL: list(range(len(cases)))}
@@ -251,6 +265,7 @@ def rows_of(ways: Sequence[Way], cases: Sequence[Case], calls: Calls) -> list[di
             name,
             [[repeat[i] for i in members] for repeat in calls[way.name]],
             [[repeat[i] for i in members] for repeat in calls[BASELINE]],
+            costs[way.name],
         )
         for way in ways
         for name, members in groups.items()
@@ -281,8 +296,3 @@ def _failure(error: BaseException) -> str:
     """What an exception says, short."""
     first = (str(error).strip() or "no message").splitlines()[0][:160]
     return f"failed: {type(error).__name__}: {first}"
-
-
-def _named(shape: tuple[int, int | None]) -> str:
-    batch, context = shape
-    return f"batch {batch}" + ("" if context is None else f", context {context}")

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dspark_fast.benchmark.rows import ALL
+from dspark_fast.benchmark.workload import place
 
 WIDTH = 100
 _MOST_SETS = 4  # more would not fit beside the rest
@@ -63,10 +64,9 @@ def table_of(report: dict[str, Any], rows: list[dict[str, Any]]) -> Table:
 
 
 def _title(report: dict[str, Any], row: dict[str, Any]) -> str:
-    context = "" if row["context"] is None else f", {row['context']} tokens each"
     settings = report["settings"]
     return (
-        f"{report['model']}, {report['dtype']}\nbatch {row['batch']}, {row['prompts']} prompts{context}, "
+        f"{report['model']}, {report['dtype']}\n{place(row['batch'], row['context'])}, {row['prompts']} prompts, "
         f"{settings['max_new_tokens']} new tokens, median of {row['repeats']} repeats"
     )
 
@@ -114,7 +114,7 @@ def _whole(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _shape(row: dict[str, Any]) -> str:
-    return f"Batch {row['batch']}" + ("" if row["context"] is None else f", {row['context']} tokens")
+    return place(row["batch"], row["context"]).capitalize()
 
 
 def _figure(value: float | None) -> str:

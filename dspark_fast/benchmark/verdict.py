@@ -7,6 +7,7 @@ from typing import Any
 
 from dspark_fast.benchmark.rows import ALL
 from dspark_fast.benchmark.ways import BASELINE, NO_DRAFTER
+from dspark_fast.benchmark.workload import place
 
 #: Plain decoding that is so many times as fast in one repeat as in another had the machine not to itself.
 MOST_SPREAD = 1.5
@@ -24,7 +25,7 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     """
     shapes = list(dict.fromkeys((row["batch"], row["context"]) for row in rows))
     return [
-        f"{_place(shape)}: {said}."
+        f"{place(*shape).capitalize()}: {said}."
         for shape in shapes
         for said in _said([row for row in rows if (row["batch"], row["context"]) == shape])
     ]
@@ -124,11 +125,6 @@ def _first(faster: Sequence[Row]) -> str:
 def _ours(row: Row) -> bool:
     """What it gains without a drafter is not speculation's."""
     return row["ours"] and row["provider"] != NO_DRAFTER
-
-
-def _place(shape: tuple[int, int | None]) -> str:
-    batch, context = shape
-    return f"Batch {batch}" + ("" if context is None else f", {context} tokens of context")
 
 
 def _named(row: Row) -> str:

@@ -108,6 +108,11 @@ def _ids(tokenizer: Any, prompt: Prompt, filler: str, context: int | None) -> li
     return ids[-context:]
 
 
+def place(batch: int, context: int | None) -> str:
+    """A batch and a context in words."""
+    return f"batch {batch}" + ("" if context is None else f", {context:,} tokens of context")
+
+
 def check_room(cases: Sequence[Case], new_tokens: int, config: Any, name: str) -> None:
     """No answer is cut by the end of the context.
 
