@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
 from typer.testing import CliRunner
 
 from dspark_fast import generation
+from dspark_fast.benchmark import WAYS
 from dspark_fast.cli import bench as bench_module
 from dspark_fast.cli import session as session_module
 from dspark_fast.cli.app import app
@@ -114,6 +116,11 @@ def test_refused_before_any_work(pair, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
     one_sentence(run(*pair, "--without", "generate"), "generate is left out")
     one_sentence(run(*pair, "--providers", "theirs"), "the provider is 'theirs': accepted are generate, static")
+
+
+def test_help_has_every_provider():
+    listed = re.findall(r"^ +([a-z-]+)  +", bench_module.bench.__doc__.partition("Providers:")[2], re.MULTILINE)
+    assert listed == list(WAYS)
 
 
 def test_assistants(pair):

@@ -91,13 +91,29 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the JSON to this file too.")] = None,
 ) -> None:
-    """Time ours beside transformers' own ways to decode: greedily, to a fixed length, in alternation.
+    """Time ours beside transformers' own ways to decode, in alternation.
 
-    Before anything is timed, the fp32 tokens of every provider are compared with those of transformers' generate; if
-    one of ours differs, nothing is reported. Speedups are of the tokens after the first, over generate in the same
-    repeat. Providers: generate, static (static cache, compiled), assisted, lookup (prompt lookup), notebook (the loop
-    that DSpark is explained with), no-cache (on request), ours, always (no off-switch), compiled, no-drafter,
-    unpacked (bf16 on a CPU, the weights as they lie), no-graph and reference (on a GPU), autoregressive.
+    Decoding is greedy, to a fixed length. Before anything is timed, the fp32
+    tokens of every provider are compared with those of transformers' generate;
+    if one of ours differs, nothing is reported. Speedups are of the tokens after
+    the first, over generate in the same repeat.
+
+    \b
+    Providers:
+      generate        transformers, a step per token
+      static          transformers with a static cache, compiled
+      assisted        transformers' assisted generation
+      lookup          transformers' prompt lookup
+      notebook        the loop that DSpark is explained with
+      no-cache        the same without the target's cache (only with --also)
+      ours            dspark_fast.generate without options
+      always          without the off-switch
+      compiled        with compile_target
+      no-drafter      ours without a drafter
+      unpacked        bf16 weights as they lie (on a CPU)
+      no-graph        without CUDA graphs (on a GPU)
+      reference       on the PyTorch ops (on a GPU)
+      autoregressive  a smaller model drafts for ours, token by token
     """
     if temperature > 0:
         raise typer.BadParameter(

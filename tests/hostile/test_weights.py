@@ -145,7 +145,7 @@ def test_learned_positions(learned, attempt, through, plain, width, new):
         assert ours.value == plain(model, ids, max_new_tokens=new, **mask)
 
 
-@pytest.mark.parametrize(("width", "new"), [(8, 8), (14, 2)])
+@pytest.mark.parametrize(("width", "new"), [(8, 8), (8, 9), (14, 2)])
 def test_learned_positions_up_to_the_last(learned, attempt, through, plain, width, new):
     model, draft = learned
     ids, mask = prompt(width)
@@ -153,7 +153,7 @@ def test_learned_positions_up_to_the_last(learned, attempt, through, plain, widt
     assert ours.value == plain(model, ids, max_new_tokens=new, **mask)
 
 
-@pytest.mark.parametrize(("width", "new"), [(20, 4), (8, 12)])
+@pytest.mark.parametrize(("width", "new"), [(20, 4), (8, 12), (8, 10)])
 def test_more_tokens_than_learned_positions(learned, refused, through, width, new):
     model, _ = learned
     ids, mask = prompt(width)
