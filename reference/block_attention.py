@@ -13,7 +13,8 @@ def visible_keys(
 ) -> torch.Tensor:
     """Which cached key each query of the block may read.
 
-    Query t of row b stands at position ``lengths[b] - block + t``.
+    Query t of row b stands at position ``lengths[b] - block + t``; one that stands behind the keys at hand sees what it
+    would in their last slot, so that what is padding sees something.
 
     Args:
         lengths: integer ``[B]``, valid keys of each row, the block's own included.
@@ -27,7 +28,7 @@ def visible_keys(
     """
     slots = torch.arange(keys, device=lengths.device)
     lengths = lengths.long()[:, None, None]
-    queries = lengths - block + torch.arange(block, device=lengths.device)[None, :, None]
+    queries = (lengths - block + torch.arange(block, device=lengths.device)[None, :, None]).clamp(max=keys - 1)
     visible = slots <= queries if causal else (slots < lengths).expand(-1, block, -1)
     if window is not None:
         visible = visible & (slots > queries - window)

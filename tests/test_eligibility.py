@@ -238,3 +238,25 @@ def test_long_blocks_do_not_repeat_the_mask_per_group(monkeypatch):
     with attending(cache):
         assert attention.ragged_attention(module, query, keys, keys)[0].shape == (1, 17, 4, 16)
     assert [mask.shape for mask in cache.masks.values()] == [(1, 1, 17, 37)]
+
+
+@pytest.mark.parametrize(
+    "asked, named",
+    [
+        ({"head_mask": torch.ones(4)}, "head_mask"),
+        ({"is_causal": False}, "is_causal=False"),
+        ({"attention_mask": torch.ones(1, 1, 3, 23)}, "attention_mask"),
+        ({"position_bias": torch.ones(4), "alibi": torch.ones(4)}, "alibi, position_bias"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_our_attention_does_not_do_is_refused_by_name(asked, named):
+    cache = RaggedCache(1, 1, 40, torch.device("cpu"))
+    cache.lengths.fill_(20)
+    cache.begin(3, 23)
+    query, keys, module = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 23, 16), SimpleNamespace(layer_idx=0)
+    harmless = {"position_ids": torch.ones(1, 3), "use_cache": True, "output_attentions": False, "unheard_of": None}
+    with attending(cache):
+        assert attention.ragged_attention(module, query, keys, keys, **harmless)[0].shape == (1, 3, 4, 16)
+        with pytest.raises(NotImplementedError, match=f"SimpleNamespace asks its attention for {named}$"):
+            attention.ragged_attention(module, query, keys, keys, **harmless, **asked)

@@ -63,6 +63,22 @@ def test_a_sink_is_a_key_without_a_value(block, window, softcap, most, monkeypat
                 torch.testing.assert_close(out[row, slot, head], expected)
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("block", [3, 20])
+def test_rows_that_stand_behind_the_keys_at_hand_give_no_nan(block, window, softcap):
+    """They are padding or finished; NaN behind a row's length would be read as 0 * NaN by a later call."""
+    query, key, value, cache = inputs(LENGTHS["ragged"], block)
+    keys = key.shape[2]
+    options = {"scale": SCALE, "window": window, "softcap": softcap}
+    expected = masked_attention(query, key, value, cache, **options)
+    cache.lengths[0], cache.masks = 100, {}
+    far = masked_attention(query, key, value, cache, **options)
+    assert far.isfinite().all() and torch.equal(far[1:], expected[1:])
+    cache.lengths[0], cache.masks = keys - 1, {}  # its first token is in the last slot: the others are padding
+    assert torch.equal(masked_attention(query, key, value, cache, **options)[0, 1:, :, :], far[0, 1:])
+
+
 def test_layers_of_a_pass_share_a_mask():
     query, key, value, cache = inputs(LENGTHS["ragged"], 20)
     for _ in range(3):

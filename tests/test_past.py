@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import dspark_fast
+from dspark_fast import ops
 from dspark_fast.engine.past import Past
 
 SETTINGS = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
@@ -160,3 +161,28 @@ def test_what_does_not_fit_is_refused(make_target, make_draft, prompts):
         said(other, None, longer, None, past_key_values=filled)
     with pytest.raises(ValueError, match="another model"):
         said(other, None, batch.input_ids, None, past_key_values=first.past_key_values)
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Mistral", "Qwen3"])
+def test_one_row_is_known_and_another_is_new(family, make_target, prompts, monkeypatch):
+    """The new row is read anew while the other's last token waits, of which all else is padding behind its keys."""
+    windowed = {"sliding_window": 4} if family != "Qwen3" else {}
+    model = make_target(family, num_hidden_layers=2, head_dim=16, **windowed)
+    given, attend = [], ops.block_attention
+
+    def watched(q, k_cache, v_cache, lengths, **options):
+        given.append((int(lengths.max()), k_cache.shape[1]))
+        return attend(q, k_cache, v_cache, lengths, **options)
+
+    monkeypatch.setattr(ops, "block_attention", watched)
+    batch = prompts((60, 16))
+    settings = {"attention_mask": batch.attention_mask, "max_new_tokens": 3, "return_dict_in_generate": True}
+    for backend in ("reference", "kernel"):  # by which attention is chosen; on a CPU both compute it in the same way
+        monkeypatch.setattr("dspark_fast.engine.attention.choose", lambda *_, backend=backend: backend)
+        past = dspark_fast.generate(model, None, batch.input_ids, **settings).past_key_values
+        other = batch.input_ids.clone()
+        other[1, 44] = other[1, 44] % 90 + 3
+        truth = model.generate(other, **settings).sequences
+        found = dspark_fast.generate(model, None, other, past_key_values=past, **settings)
+        assert found.stats.reused == [59, 0] and torch.equal(found.sequences, truth)
+    assert given and all(length <= keys for length, keys in given), "kernels read what lies behind the keys"

@@ -103,7 +103,7 @@ def ragged_attention(
         return out.transpose(1, 2).contiguous(), None
     # Kernels need no mask. The reference op would make its own, and check its arguments, for every layer.
     shared = softcap is None and choose(None, query) == "reference"
-    if s_aux is not None or block > ops.LONGEST_BLOCK or shared:
+    if cache.reach is None or s_aux is not None or block > ops.LONGEST_BLOCK or shared:
         options = {"scale": scale, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
         return masked_attention(query, key, value, cache, **options), None
     out = ops.block_attention(

@@ -96,7 +96,8 @@ class RaggedCache(Cache):
 
     Attributes:
         lengths: int64 ``[B]``, valid keys of each row. The driver alone moves it; rolling back is a smaller length.
-        reach: int64 ``[B]``, keys that the pass announced last may read in each row, its own block's included.
+        reach: int64 ``[B]``, keys that the pass announced last may read in each row, its own block's included; None
+            where some of its tokens are padding, which may stand behind all keys at hand.
         masks: what the attention of one pass shares among its layers; emptied by :meth:`begin`.
     """
 
@@ -104,7 +105,7 @@ class RaggedCache(Cache):
         super().__init__(layers=[RaggedLayer(self) for _ in range(layers)])
         self.capacity = capacity
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.reach = self.lengths
+        self.reach: torch.Tensor | None = None
         self.masks: dict[object, torch.Tensor] = {}
 
     @classmethod
@@ -137,7 +138,9 @@ class RaggedCache(Cache):
             layer.copy_(source, longest)
         self.lengths.copy_(lengths)
 
-    def begin(self, block: int, end: int | None, finished: torch.Tensor | None = None) -> torch.Tensor:
+    def begin(
+        self, block: int, end: int | None, finished: torch.Tensor | None = None, *, padded: bool = False
+    ) -> torch.Tensor:
         """Announce a forward pass of ``block`` tokens per row.
 
         A row whose tokens here are padding may stand so far that they do not fit: they all go to its last slot, which
@@ -149,6 +152,7 @@ class RaggedCache(Cache):
                 host must not ask (inside a captured graph): then all of the capacity is handed out. Of rows that are
                 finished it need not speak.
             finished: bool ``[B]``, rows whose output nobody wants: kernels read none of their keys and give zeros.
+            padded: some of the tokens may be padding, of which ``end`` need not speak either.
 
         Returns:
             Their positions, int64 ``[B, T]``.
@@ -167,8 +171,8 @@ class RaggedCache(Cache):
             if first + block <= self.capacity:
                 where = slice(None), slice(first, first + block)
         self.where = where, self.capacity if end is None else end
-        self.reach = self.lengths + block
-        if finished is not None:
+        self.reach = None if padded else self.lengths + block
+        if self.reach is not None and finished is not None:
             self.reach = self.reach.masked_fill(finished, 0)
         self.masks.clear()
         return slots

@@ -98,7 +98,7 @@ class RaggedTarget:
             width = ids.shape[1]
             reading = max(offset + min(start, count) + width for offset, count in zip(offsets, ends) if count > start)
             # Padding stands no further than its row: some RoPE changes with the largest position of a pass, in all.
-            positions = torch.minimum(cache.begin(width, min(reading, cache.capacity)), last)
+            positions = torch.minimum(cache.begin(width, min(reading, cache.capacity), padded=True), last)
             if self._positions is not None:  # a drafter's may be fewer: behind them it guesses
                 positions = positions.clamp(max=self._positions - 1)
             # The LM head runs only at the columns where some row ends: at most B of them.
