@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -24,7 +25,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         console.print()
     for sentence in report["verdict"]:
         console.print(Text(sentence, style="bold"))
-    for line in [*_differences(report), *_reasons(report), *_left_out(report)]:
+    for line in [*_differences(report), *_reasons(report), *left_out(report["left_out"])]:
         console.print(Text(line))
     machine = report["machine"]
     threads = f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
@@ -95,12 +96,15 @@ def _reasons(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def _left_out(report: dict[str, Any]) -> list[str]:
-    """A line per reason."""
+def left_out(ways: Sequence[dict[str, Any]]) -> list[str]:
+    """A line per reason why a way was not run.
+
+    Args:
+        ways: ``left_out`` of a report.
+    """
     names: dict[str, list[str]] = {}
-    for one in report["left_out"]:
-        where = "" if one["batch"] is None else f" at batch {one['batch']}"
-        where += "" if one["context"] is None else f" and {one['context']} tokens"
+    for one in ways:
+        where = "" if one["batch"] is None else f" at {place(one['batch'], one['context'])}"
         names.setdefault(f"{where}: {one['why']}", []).append(one["provider"])
     return [f"Left out: {', '.join(found)}{why}." for why, found in names.items()]
 

@@ -65,8 +65,8 @@ def cases_of(
         context: begin each prompt with so much of the others' text that it has this many tokens; None: as it is.
 
     Raises:
-        ValueError: for a batch of more rows than there are prompts; a prompt that the template refuses, or that is
-            longer than ``context``.
+        ValueError: for a batch of more rows than there are prompts; a prompt that the template refuses, that is longer
+            than ``context``, or that is shorter where no other has any text.
     """
     if batch == 1:
         chosen = [(domain, [prompt]) for domain, prompts in sets.items() for prompt in prompts[:per_set]]
@@ -76,11 +76,18 @@ def cases_of(
         if batch > len(turns):
             raise ValueError(f"batch is {batch}, but there are {len(turns)} prompts: accepted is at most as many")
         chosen = [(MIXED, turns[:batch])]
-    everything = "\n\n".join(prompt.messages[-1]["content"] for prompts in sets.values() for prompt in prompts)
-    return [
-        Case(domain, tuple(tuple(_ids(tokenizer, prompt, everything, context)) for prompt in prompts))
-        for domain, prompts in chosen
-    ]
+    texts = [_text(prompt) for prompts in sets.values() for prompt in prompts]
+
+    def row(prompt: Prompt) -> tuple[int, ...]:
+        # Not its own text, which it would repeat: what drafts by copying would find it there.
+        others = "\n\n".join(text for text in texts if text != _text(prompt))
+        return tuple(_ids(tokenizer, prompt, others, context))
+
+    return [Case(domain, tuple(map(row, prompts))) for domain, prompts in chosen]
+
+
+def _text(prompt: Prompt) -> str:
+    return prompt.messages[-1]["content"]
 
 
 def _ids(tokenizer: Any, prompt: Prompt, filler: str, context: int | None) -> list[int]:
@@ -102,6 +109,8 @@ def _ids(tokenizer: Any, prompt: Prompt, filler: str, context: int | None) -> li
     if len(ids) > context:
         raise ValueError(f"context is {context}, but the prompt {prompt.id!r} alone has {len(ids)} tokens")
     if len(ids) < context:
+        if not filler:
+            raise ValueError(f"context is {context}, but no other prompt has text to begin {prompt.id!r} with: add one")
         text = filler
         while len(ids := encode(text)) < context:
             text += "\n\n" + filler

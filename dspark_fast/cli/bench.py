@@ -47,7 +47,7 @@ def bench(
         str | None,
         typer.Option(
             metavar="N,N",
-            help="Lengthen every prompt to so many tokens, by text before it. Left out: as they are.",
+            help="Lengthen every prompt to so many tokens, by the others' text before it. Left out: as they are.",
             rich_help_panel=_WHAT,
         ),
     ] = None,
