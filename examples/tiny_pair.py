@@ -6,6 +6,7 @@ The target's weights are random, so its text means nothing; every cell does with
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -51,6 +52,20 @@ def load(dtype: torch.dtype | None = None) -> tuple[LlamaForCausalLM, DSparkDraf
     _teach(draft, model)
     dtype = dtype or torch.float32
     return model.to(dtype), draft.to(dtype), _tokenizer()
+
+
+def save(folder: str) -> dict[str, str]:
+    """Write the pair, for another process to load: where target and drafter are, as :func:`dspark_fast.load` asks.
+
+    Args:
+        folder: an empty one.
+    """
+    target, drafter = str(Path(folder, "target")), str(Path(folder, "draft"))
+    model, draft, tokenizer = load()
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    draft.save_pretrained(drafter)
+    return {"model": target, "draft": drafter}
 
 
 @torch.no_grad()

@@ -11,10 +11,13 @@ import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
+from dspark_fast.report import memory, memory_worker
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOK = EXAMPLES / "dspark_from_scratch.ipynb"
-EQUALITIES = ("greedy-by-hand", "attention", "answer-by-hand", "one-line", "coupled")
-FIGURES = 11
+EQUALITIES = ("greedy-by-hand", "attention", "answer-by-hand", "one-line", "coupled", "memory-by-hand")
+FIGURES = 12
+MEMORY = ("cell-35", "memory", "memory-by-hand")  # of chapter 6, what its memory needs
 # by cell: what stands there, what is put in its place, and the cell that must then fail
 FAULTS = {
     "a rejected guess is kept": ("greedy-by-hand", "guesses[:, :kept]", "guesses[:, : kept + 1]", "greedy-by-hand"),
@@ -24,6 +27,8 @@ FAULTS = {
     "what was refused stays cached": ("round", "cache.crop(count - BLOCK)", "pass", "answer-by-hand"),
     "sampled in place of greedy": ("one-line", "do_sample=False", "do_sample=True, temperature=9.0", "one-line"),
     "noise of another seed": ("coupled", "GumbelMax(seed=seed", "GumbelMax(seed=seed + 1", "coupled"),
+    "weighed in another dtype": ("memory", "[model.dtype]", "[torch.bfloat16]", "memory-by-hand"),
+    "another drafter's bytes": ("memory-by-hand", '"plain", "dspark"', '"plain", "autoregressive"', "memory-by-hand"),
 }
 
 
@@ -76,6 +81,24 @@ def check_outputs(notebook):
     pictures = figures(notebook)
     assert len(pictures) == FIGURES
     assert all(one.startswith(b"\x89PNG") and len(one) > 4000 for one in pictures)
+    check_memory({cell.id: cell for cell in cells})
+
+
+def check_memory(cells):
+    """A figure, and words of the bytes that the table beneath has."""
+    assert len([one for one in cells["memory"].outputs if "image/png" in one.get("data", {})]) == 1
+    said, weighed = printed(cells["memory"]), weighed_bytes(cells)
+    target, own = (f"{weighed[name] / 1e6:,.0f} MB" for name in ("target's weights", "drafter's own weights"))
+    cached = "{:.1f} MB of cached context".format(weighed["DSpark: drafter's cache"] / 1e6)
+    assert f"to the target's {target}: {own} of weights of its own" in said and cached in said
+    peaks = re.search(r"peak of the process is ([\d,]+) MB with it and ([\d,]+) MB without", said).groups()
+    assert all(1e6 * int(one.replace(",", "")) > weighed["target's weights"] for one in peaks)
+
+
+def weighed_bytes(cells):
+    """By row of the table."""
+    rows = re.findall(r"^(.+?) +[\d,]+ +([\d,]+)$", printed(cells["memory-by-hand"]), re.MULTILINE)
+    return {name: int(value.replace(",", "")) for name, value in rows}
 
 
 def cpu_seconds(notebook):
@@ -83,7 +106,7 @@ def cpu_seconds(notebook):
     return int(re.search(r"(\d+) s of CPU time", printed(code_cells(notebook)[-1]))[1])
 
 
-def test_the_fast_form_runs_and_says_what_it_should(runner):
+def test_the_fast_form_runs_and_says_what_it_should(runner, monkeypatch):
     before = NOTEBOOK.read_bytes()
     notebook = runner.execute(read(), fast=True)
     check_outputs(notebook)
@@ -94,6 +117,11 @@ def test_the_fast_form_runs_and_says_what_it_should(runner):
     assert sum(lengths) >= 20 and all(1 <= one <= 4 for one in lengths)
     assert float(re.search(r"tau ([\d.]+)", cells["answer-by-hand"])[1]) > 1.1  # some drafts are accepted
     assert float(re.search(r"after \d+ steps ([\d.]+)", cells["training"])[1]) >= 1
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    model, draft, _ = importlib.import_module("tiny_pair").load()
+    weighed = weighed_bytes({cell.id: cell for cell in code_cells(notebook)})
+    for name, part in (("target's weights", model), ("drafter's own weights", draft)):
+        assert weighed[name] == sum(one.nbytes for one in (*part.parameters(), *part.buffers()))
     assert NOTEBOOK.read_bytes() == before
 
 
@@ -109,16 +137,19 @@ def test_a_broken_step_fails_the_run(runner):
 
 @pytest.fixture(scope="module")
 def cells_and_names():
-    """The code cells up to chapter 5 by name: their text, and the names that each finds, run in this process."""
+    """Code cells by name: their text, and the names that each finds, run in this process.
+
+    Those up to chapter 5, and of chapter 6 the memory's, which is of this process as well.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))
         patch.setenv("DSPARK_TUTORIAL_FAST", "1")
+        patch.setattr(memory, "_measured", memory_worker.main)
         cells, names = {}, {"__name__": "tutorial"}
-        for cell in code_cells(read()):
-            cells[cell.id] = cell.source, dict(names)
-            exec(compile(cell.source, cell.id, "exec"), names)
-            if cell.id == "coupled":
-                break
+        order = {cell.id: cell.source for cell in code_cells(read())}
+        for name in (*list(order)[: list(order).index("coupled") + 1], *MEMORY):
+            cells[name] = order[name], dict(names)
+            exec(compile(order[name], name, "exec"), names)
         yield cells
 
 
@@ -132,6 +163,28 @@ def test_each_equality_fails_when_its_step_is_broken(fault, cells_and_names):
     with pytest.raises(AssertionError):
         for source in [first.replace(right, wrong), *rest]:
             exec(source, names)
+
+
+def test_the_memory_figure_and_its_words_are_of_what_was_weighed(cells_and_names, monkeypatch, capsys):
+    sizes = {"target": 200e6, "drafter": 0, "target_cache": 3e6, "drafter_cache": 0, "libraries": 50e6, "tokens": 9}
+    weighed = {
+        "plain": {**sizes, "peak": 300e6},
+        "autoregressive": {**sizes, "drafter_cache": 2e6, "peak": 310e6},
+        "dspark": {**sizes, "drafter": 41e6, "drafter_cache": 1e6, "packed": 70e6, "peak": 450e6},
+    }
+    given = {"device": "cpu", "small": "a small one"}
+    monkeypatch.setattr(memory, "_measured", lambda way, settings: {**weighed[way], **given})
+    source, before = cells_and_names["memory"]
+    drawn = []
+    exec(source, before | {"show": drawn.append})
+    (figure,) = drawn
+    (axis,) = figure.axes
+    assert [one.get_text() for one in axis.texts] == ["300 MB", "310 MB", "450 MB"]
+    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axis.containers}
+    assert heights["drafter's own weights"] == [0, 0, 41] and heights["weights packed for the CPU"] == [0, 0, 70]
+    said = capsys.readouterr().out
+    assert "adds 42 MB to the target's 200 MB: 41 MB of weights of its own" in said
+    assert "is 450 MB with it and 300 MB without (+50 %)" in said
 
 
 def test_what_is_committed_is_a_full_run_of_this_code(runner):
