@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dspark_fast.evaluation import MEAN_OF
+from dspark_fast.report.style import UNCROSSED
 
 BEGIN, END = "<!-- ablation:begin -->", "<!-- ablation:end -->"
 STUDENT = {2: 12.71, 3: 4.30}  # two-sided 95 % quantile of Student's t for a deviation from so many runs
@@ -163,7 +164,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
                 text = upper.annotate(f"{row['tau']['mean']:.2f}", (place, row["tau"]["mean"]), weight=bold, **around)
                 text.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
             if row["predicted_speedup"]:
-                around["xytext"] = (0, 3)
+                around |= {"xytext": (0, 3), "bbox": UNCROSSED}  # the line at 1 runs where most of these stand
                 lower.annotate(f"{row['predicted_speedup']:.2f}×", (place, row["predicted_speedup"]), **around)
         if speeds:
             heights = [row["predicted_speedup"] or 0 for row in answers.values()]

@@ -120,6 +120,29 @@ def test_table_and_figure(bench, tiny, tmp_path, monkeypatch):
     assert sys.modules["ablation_report"].with_section(marked, text) == marked
 
 
+def test_the_committed_figure_shows_its_json(bench, monkeypatch):
+    """Acceptance length and predicted speedup of each answer, and the number in a box that no line runs through."""
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **settings: drawn.append(self))
+    result = json.loads((BENCH / "results" / "cpu" / "ablation.json").read_text(encoding="utf-8"))
+    sys.modules["ablation_report"].plot(result, Path("ablation.png"))
+    rows = {row["name"]: row for row in result["rows"]}
+    panels = iter(drawn[0].findobj(lambda artist: hasattr(artist, "get_subplotspec") and hasattr(artist, "lines")))
+    for question, answers in sys.modules["ablation_variants"].QUESTIONS.items():
+        upper, lower, chosen = next(panels), next(panels), [rows[name] for name in answers.values()]
+        means, speedups = [row["tau"]["mean"] for row in chosen], [row["predicted_speedup"] for row in chosen]
+        assert upper.get_title() == question and list(upper.lines[-1].get_ydata()) == means
+        assert [text.get_text() for text in upper.texts] == [f"{mean:.2f}" for mean in means]
+        assert [bar.get_height() for bar in lower.patches] == speedups
+        assert [text.get_text() for text in lower.texts] == [f"{speedup:.2f}×" for speedup in speedups]
+        assert [label.get_text() for label in lower.get_xticklabels()] == list(answers)
+        (level,) = lower.lines
+        for text in lower.texts:
+            assert text.get_bbox_patch().get_facecolor() == (1, 1, 1, 1) and text.get_zorder() > level.get_zorder()
+    assert next(panels, None) is None
+
+
 def test_the_predicted_speedup_and_the_noise(bench, tiny, tmp_path):
     tiny("baseline", tmp_path)
     path = tmp_path / "baseline" / "result.json"

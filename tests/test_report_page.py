@@ -230,6 +230,21 @@ def test_a_speed_that_is_not_trusted_is_no_headline(whole, most):
     assert ("do not trust these speeds" in sections) == (not trusted)
 
 
+def test_the_tile_of_memory_has_the_weights_packed_for_a_cpu(whole):
+    """They are most of what the process grows by. On a GPU there are none."""
+
+    def tile(device, packed):
+        plain = memory.Peak("plain", 200_000_000, 0, 1, 0, 0, 815_000_000, 9)
+        ours = memory.Peak("dspark", 200_000_000, 38_000_000, 1, 2_000_000, 0, 1_136_000_000, 9, packed)
+        found = {"memory": memory.Memory(device, "none", (plain, ours))}
+        return re.findall("<b>(.*?)</b><span>(.*?)</span>", page(stored(whole[0]), found, {"memory": b""}, {}))
+
+    assert tile("cpu", 293_000_000) == [
+        ("+321 MB", "at the peak of memory; kept: 293 MB packed weights, 40 MB drafter and cache")
+    ]
+    assert tile("cuda:0", 0) == [("+321 MB", "at the peak of memory; kept: 40 MB drafter and cache")]
+
+
 # --- going on ---------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dspark_fast.evaluation import Evaluation
 from dspark_fast.report.measurement import Measurement, Progress, Table, counted, number, plain
 from dspark_fast.report.style import COLOURS, INK, NAMES, canvas, from_zero, label_bars
-from dspark_fast.report.subject import Equality, Subject, in_fp32
+from dspark_fast.report.subject import Equality, Subject, described, in_fp32
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,7 +103,7 @@ class Domains(Measurement):
         theirs = self.ways.get("autoregressive")
         if theirs is not None:
             behind = [name for name in taus if taus[name] < theirs.domains[name].tau]
-            text = f"The autoregressive drafter ({self.small}) commits {number(theirs.mean_tau)}"
+            text = f"The autoregressive drafter ({described(self.small)}) commits {number(theirs.mean_tau)}"
             text += f" and is ahead in {', '.join(behind)}." if behind else " and is behind in every domain."
             said.append(
                 f"{text} It drafts token by token, {counted(theirs.block_size, 'pass')} a round".replace(

@@ -99,8 +99,7 @@ def _tiles(found: Mapping[str, Measurement]) -> str:
         evaluation = domains.ways["dspark"]
         tiles.append((number(evaluation.mean_tau), f"tokens a round, of {evaluation.block_size + 1} at most"))
     if isinstance(memory, Memory):
-        ours = next(one for one in memory.peaks if one.way == "dspark")
-        tiles.append((f"+{(ours.drafter + ours.drafter_cache) / MB:,.0f} MB", "drafter's weights and cache"))
+        tiles.append(_memory_tile(memory))
     equality, exact = _equality(found), getattr(domains, "exact", Equality())
     if equality.answers:
         ties = equality.answers - equality.identical
@@ -113,6 +112,15 @@ def _tiles(found: Mapping[str, Measurement]) -> str:
             tiles.append((said.replace(" of ", " / "), f"answers token for token the same; {rest}"))
     cells = "".join(f"<div><b>{escape(figure)}</b><span>{escape(what)}</span></div>" for figure, what in tiles)
     return f"<div class=tiles>{cells}</div>" if cells else ""
+
+
+def _memory_tile(memory: Memory) -> tuple[str, str]:
+    """What the peak grows by over plain decoding, and what is kept in memory for it."""
+    by = {one.way: one for one in memory.peaks}
+    ours = by["dspark"]
+    kept = [f"{ours.packed / MB:,.0f} MB packed weights"] if ours.packed else []
+    kept.append(f"{(ours.drafter + ours.drafter_cache) / MB:,.0f} MB drafter and cache")
+    return f"{(ours.peak - by['plain'].peak) / MB:+,.0f} MB", f"at the peak of memory; kept: {', '.join(kept)}"
 
 
 def _equality(found: Mapping[str, Measurement]) -> Equality:

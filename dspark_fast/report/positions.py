@@ -18,7 +18,7 @@ from dspark_fast.report.measurement import (
     percent,
     plain,
 )
-from dspark_fast.report.style import DSPARK, INK, OFF, canvas
+from dspark_fast.report.style import DSPARK, INK, OFF, UNCROSSED, canvas
 from dspark_fast.report.subject import Equality, Subject
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ class Positions(Measurement):
                     where = {"xytext": offset, "textcoords": "offset points", "ha": "center", "fontsize": 8}
                     if reached < THIN:
                         axis.plot(slot, share, style[0], markerfacecolor="white", color=color, clip_on=False)
-                    axis.annotate(text, (slot, share), color=INK, va="top" if below else "bottom", **where)
+                    where |= {"va": "top" if below else "bottom", "bbox": UNCROSSED}
+                    axis.annotate(text, (slot, share), color=INK, **where)
         axis.set_xticks(list(slots))
         axis.set(
             xlabel=f"position in the block (n: rounds that got there; hollow: fewer than {THIN})",

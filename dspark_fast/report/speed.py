@@ -15,7 +15,7 @@ from dspark_fast.benchmark.verdict import MOST_SPREAD
 from dspark_fast.first_token import timed
 from dspark_fast.report.measurement import Measurement, NotMeasurable, Progress, Table, counted, number, plain
 from dspark_fast.report.style import COLOURS, INK, NAMES, canvas, from_zero, label_bars
-from dspark_fast.report.subject import Equality, Subject
+from dspark_fast.report.subject import Equality, Subject, described, untrained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -169,9 +169,14 @@ class Speed(Measurement):
             from_zero(axis, max(tops), room=1.22)
         pairs = sum(run.way == "dspark" for run in self.runs)
         left.set(title="decoding, after the first token", ylabel="speed over plain decoding")
-        figure.supxlabel(f"median of {counted(pairs, 'pair')} of runs; whiskers: least and most", fontsize=9)
+        caption = f"median of {counted(pairs, 'pair')} of runs; whiskers: least and most"
+        figure.supxlabel(caption + self._which_drafter(), fontsize=9)
         right.set(title="prefill, to the first token", ylabel="milliseconds")
         return figure
+
+    def _which_drafter(self) -> str:
+        """To be added to a caption: what stands in it as the autoregressive drafter."""
+        return f"; autoregressive drafter: {described(self.small)}" if "autoregressive" in self.ways else ""
 
     def sentences(self) -> list[str]:
         ours = self.speedup("dspark")
@@ -190,10 +195,11 @@ class Speed(Measurement):
             )
         if "autoregressive" in self.ways:
             theirs = self.speedup("autoregressive")
-            won = "gains" if theirs.median > 1 else "costs more than it gains"
+            won = "gains more than it costs" if theirs.median > 1 else "costs more than it gains"
+            which = "untrained drafter" if untrained(self.small) else "drafter"
             said.append(
                 f"The autoregressive drafter ({self.small}) runs at {theirs.median:.2f} of plain decoding's speed "
-                f"({theirs.least:.2f} to {theirs.most:.2f}): drafting token by token {won}."
+                f"({theirs.least:.2f} to {theirs.most:.2f}): this {which} {won}; no other was measured."
             )
         prefill = {way: 1000 * self.prefill(way).median for way in self.ways}
         extra = prefill["dspark"] - prefill["plain"]
@@ -233,7 +239,7 @@ class Speed(Measurement):
         caption = (
             f"median (least to most) over {counted(prompts, 'prompt')}, {counted(REPEATS, 'run')} of each, batch 1"
         )
-        return [Table(("", "tokens/s", "speedup", "prefill, ms"), tuple(rows), caption)]
+        return [Table(("", "tokens/s", "speedup", "prefill, ms"), tuple(rows), caption + self._which_drafter())]
 
 
 Call = Callable[[torch.Tensor, BaseStreamer], torch.Tensor]

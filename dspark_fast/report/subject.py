@@ -18,6 +18,7 @@ from dspark_fast.report.measurement import counted
 from dspark_fast.report.recording import Block, RecordingDrafter
 from dspark_fast.stats import Stats
 
+CUT = "the target's first"  # so many of its layers: the name of a drafter that nobody trained to draft
 MOST_FP32 = 8_000_000_000  # bytes of a second copy of the pair: a target of 2 B weights, on any machine that holds it
 
 
@@ -276,8 +277,18 @@ def small_drafter(
             return drafter, str(name)
         depth = model.config.get_text_config(decoder=True).num_hidden_layers
         count = max(1, depth // 2) if layers is None else layers
-        return AutoregressiveDrafter(first_layers(model, count)), f"the target's first {count} of {depth} layers"
+        return AutoregressiveDrafter(first_layers(model, count)), f"{CUT} {count} of {depth} layers"
     except ValueError as error:
         if other is not None or layers is not None:
             raise
         return None, f"none: {error}"
+
+
+def untrained(small: str) -> bool:
+    """Whether :func:`small_drafter` calls layers so that were cut from the target and not trained to draft."""
+    return small.startswith(CUT)
+
+
+def described(small: str) -> str:
+    """What the autoregressive drafter is, and that it is untrained where it is."""
+    return f"{small}, untrained" if untrained(small) else small

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dspark_fast.evaluation import Counts
 from dspark_fast.report.measurement import Measurement, NotMeasurable, Progress, Table, number, plain
-from dspark_fast.report.style import BAD, DSPARK, INK, PLAIN, canvas, from_zero
+from dspark_fast.report.style import BAD, DSPARK, INK, PLAIN, UNCROSSED, canvas, from_zero
 from dspark_fast.report.subject import Equality, Subject
 
 if TYPE_CHECKING:
@@ -84,9 +84,8 @@ class Sweep(Measurement):
                 above = value >= other or value < 0.12 * max(values)  # below it there is the axis
                 # A falling line leaves room above on the right and below on the left.
                 where = {"xytext": (4, 5) if above else (-4, -13), "ha": "left" if above else "right"}
-                axis.annotate(
-                    f"{value:.2f}", (place, value), textcoords="offset points", color=INK, fontsize=9, **where
-                )
+                how = {"textcoords": "offset points", "color": INK, "fontsize": 9, "bbox": UNCROSSED}
+                axis.annotate(f"{value:.2f}", (place, value), **how, **where)
         for axis, highest in ((left, max(*proposed, *taus)), (right, max(costs))):
             axis.set_xticks(list(places), [f"{one:g}" for one in self.thresholds])
             axis.set(xlabel="confidence threshold (not to scale)")
