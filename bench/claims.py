@@ -1,6 +1,7 @@
 """What the READMEs say of measurements, and where each number comes from; ``readme.py`` puts them in.
 
-Tables of both, and the sentences of README.md; those of bench/README.md are in ``claims_bench.py``.
+Tables of both, and the sentences of README.md; the sentences of bench/README.md are in ``claims_bench.py``, ways to
+decode side by side in ``claims_providers.py``.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from claims_bench import BENCH_README, assumed, predicted
+from claims_bench import BENCH_README, assumed, passes, predicted, round_parts
+from claims_providers import OTHER_DRAFTER, over_all, prompts, providers, shapes
+from claims_two_layer import page as two_layer_drafter
 from trust import disturbed, other_drafter, refuse, refuse_other_drafter
 
-from dspark_fast.benchmark.verdict import sentences
-
 DISTURBED = "Something else was using the machine: where it says so, the speedups are not to be trusted."
-OTHER_DRAFTER = "Measured with an earlier drafter than the one that ships now."
 WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 
 
@@ -59,7 +59,7 @@ def five_prompts(results: Results) -> str:
         "speedup (range)",
         "predicted",
         "same tokens: fp32",
-        "fp32, T 0.8",
+        "fp32, coupled at T 0.8",
     )
     lines = [f"| {' | '.join(heads)} | bf16 |", "|---" * (len(heads) + 1) + "|"]
     for row in results.fast:
@@ -82,30 +82,6 @@ def _same(row: dict[str, Any]) -> str:
         return "yes"
     first = row["first_difference"]
     return f"{'near-tie' if first['near_tie'] else '**fault**'} at {first['index']}"
-
-
-def providers(results: Results) -> str:
-    """Ours beside every other way to decode, at batch 1, fastest first."""
-    found = results.end_to_end
-    rows = [row for row in found["rows"] if row["batch"] == 1 and row["context"] is None]
-    whole = sorted((row for row in rows if row["set"] == "all"), key=lambda row: -row["speedup"]["median"])
-    sets = [name for name in dict.fromkeys(row["set"] for row in rows) if name != "all"]
-    by_set = {(row["provider"], row["set"]): row["speedup"]["median"] for row in rows}
-    header = ["provider", "speedup (range)", *sets, "predicted", "first token, ms"]
-    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    for row in whole:
-        name, speedup, predicted = row["label"], row["speedup"], row["predicted_speedup"]
-        cells = [
-            f"**{name}**" if row["ours"] else name,
-            f"{speedup['median']:.2f} ({speedup['least']:.2f} to {speedup['most']:.2f})",
-            *(f"{by_set[row['provider'], one]:.2f}" for one in sets),
-            "" if predicted is None else f"{predicted:.2f}",
-            f"{row['first_token_ms']['median']:.0f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    said = [OTHER_DRAFTER] if other_drafter(found, found["model"]) else []
-    said += [f"{row['label']}, {row['set']}: {row['why']}." for row in rows if row["why"]]
-    return "\n".join([*lines, "", *(f"- {one}" for one in (*said, *sentences(rows)))])
 
 
 def mutants(results: Results) -> str:
@@ -264,11 +240,6 @@ def _drafters(results: Results) -> dict[str, str]:
     return {"drafters": str(len(results.ablation["rows"]))}
 
 
-def _asked(results: Results) -> dict[str, str]:
-    (row,) = (row for row in results.end_to_end["rows"] if (row["set"], row["provider"]) == ("all", "generate"))
-    return {"prompts": WORDS[row["prompts"]]}
-
-
 def _of_a_block(results: Results) -> dict[str, str]:
     """What the target's pass over a block costs in fp32, in plain steps."""
     rows = [row for row in results.five_prompts["rows"] if (row["dtype"], row["mode"]) == ("float32", "greedy")]
@@ -306,7 +277,13 @@ def _tau(results: Results) -> dict[str, str]:
 #: tables between markers, by file
 TABLES: dict[str, dict[str, Callable[[Results], str]]] = {
     "README.md": {"five-prompts": five_prompts, "mutants": mutants, "providers": providers},
-    "bench/README.md": {"engine": engine},
+    "bench/README.md": {
+        "engine": engine,
+        "round": round_parts,
+        "passes": passes,
+        "shapes": shapes,
+        "two-layer-drafter": two_layer_drafter,
+    },
 }
 
 #: sentences with numbers in them, by file
@@ -333,7 +310,10 @@ SENTENCES: dict[str, dict[str, Callable[[Results], dict[str, str]]]] = {
         "The first gives {greedy} greedily and {sampled} at temperature 1": _shipped,
         "--batch-size 16`) it is {tau} (": _tau,
         "{drafters} drafters with one thing changed at a time": _drafters,
-        "in bf16 on one thread, {prompts} of the shipped prompts": _asked,
+        "Over {prompts} of the {all} prompts that ship with the package, {tokens} tokens each, the speedup is "
+        "{times}": over_all,
+        "in bf16 on one thread, {prompts} of the {all} shipped prompts, {tokens} new tokens each, {repeats} "
+        "repeats": prompts,
         "a pass over six tokens then costs {times} times one over one": _of_a_block,
         "(with five taps {kilobytes} kB a token for SmolLM2)": _features,
         "bytes over a copy rate of {rate} TB/s, plus {launch} us a launch": assumed,

@@ -73,6 +73,28 @@ def _passes(results: Results) -> Values:
     return {"alone": f"{cost[1, 64] / cost[1, 1]:.1f}", "batch": f"{cost[8, 64] / cost[8, 8]:.1f}"}
 
 
+def round_parts(results: Results) -> str:
+    """Where a round's time goes, largest first."""
+    profile = results.engine["profile"]
+    whole = profile["round_milliseconds"]
+    lines = ["| part of a round | ms | share |", "|---|---:|---:|"]
+    for row in sorted(profile["rows"], key=lambda row: -row["milliseconds"]):
+        lines.append(f"| {row['part']} | {row['milliseconds']:.2f} | {100 * row['milliseconds'] / whole:.1f} % |")
+    return "\n".join([*lines, f"| whole | {whole:.2f} | |"])
+
+
+def passes(results: Results) -> str:
+    """What a pass of the target costs by tokens, one row and in a batch."""
+    rows = results.engine["passes"]["rows"]
+    cost = {(row["rows"], row["tokens"]): row["milliseconds"] for row in rows}
+    lengths, batches = sorted({row["tokens"] for row in rows}), sorted({row["rows"] for row in rows})
+    lines = [f"| tokens in one pass | {' | '.join(map(str, lengths))} |", "|---" + "|---:" * len(lengths) + "|"]
+    for batch in batches:
+        cells = (f"{cost[batch, one]:.0f}" if (batch, one) in cost else "" for one in lengths)
+        lines.append(f"| ms, {batch} row{'' if batch == 1 else 's'} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _eight_bits(w2: str) -> Callable[[Results], Values]:
     def values(results: Results) -> Values:
         (row,) = (row for row in results.markov_tries["eight_bits"] if row["w2"] == w2)

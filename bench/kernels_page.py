@@ -217,7 +217,7 @@ def section(results: Path, rate: float = RATE) -> str:
         for pair, model, draft in shapes:
             floor = floor_of(model, draft, 1, pair.context).round / rate / 1e9
             text += table(pair, _layers(model, draft), from_bytes(rate * 1e6, LAUNCH_US), (floor, "floor"), {})
-    text += ["`python bench/kernels_page.py` writes this from the JSON files."]
+    text += ["`python bench/readme.py` writes this from the JSON files."]
     return "\n".join(text)
 
 

@@ -83,6 +83,6 @@ QUOTED: dict[str, Callable[[], Values]] = {
     "sees a total-variation error of {percent} %": _power,
     "The target answers {prompts} prompts greedily": _asked,
     "beyond chance (paired by block, {percent} % over all changes together)": _level,
-    "is more than {percent} % off, the file and the terminal say": _tolerance,
+    "Where that is more than {percent} % off, the file and the terminal say": _tolerance,
     "one in this package drafts {drafted} of {all} tokens": _shipped,
 }

@@ -3,6 +3,8 @@
     python bench/readme.py            # rewrites README.md and bench/README.md where a number has changed
     python bench/readme.py --check    # writes nothing; exit status 1 if it would
 
+Figures of bench/README.md that are not its own come from here too, but for what ``static.py`` compiles.
+
 A table stands between markers and is written whole. A number inside a sentence is found by the words around it
 (:data:`claims.SENTENCES`), so that the text stays readable; if the words have changed, the script says which claim it
 no longer finds. Defaults, floors and levels come from the code in the same way (:data:`quoted.QUOTED`). What is left
@@ -18,6 +20,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import ablation_report
+import kernels_page
 from claims import SENTENCES, TABLES, Results
 from quoted import QUOTED
 
@@ -58,6 +62,9 @@ def written(text: str, results: Results, name: str) -> str:
         for index in range(match.lastindex or 0, 0, -1):
             start, stop = match.span(index)
             text = text[:start] + new[_HOLE.findall(template)[index - 1]] + text[stop:]
+    if name == "bench/README.md":
+        text = ablation_report.with_section(text, ablation_report.section(results.ablation))
+        text = kernels_page.written(text, results.folder)
     return text
 
 
