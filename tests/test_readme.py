@@ -73,7 +73,7 @@ def test_a_number_that_changed_is_written(readme):
     assert "it is 9.87 (" in new and "9.87" not in text
     assert "| 6.54 (" in new and new.count("\n") == text.count("\n")
     changed = [line for line, before in zip(new.splitlines(), text.splitlines()) if line != before]
-    assert len(changed) == 3  # the row, the mean, the sentence
+    assert len(changed) == 4  # the row, the mean, the range at the top, the sentence
 
 
 # --- what is not measured, and comes from a script or the code all the same -------------------------------------------
