@@ -90,12 +90,12 @@ def test_on_a_cpu_no_more_keys_are_read_than_the_rows_that_go_on_have(staying, m
     """The longest row ends first: the passes after that see fewer keys."""
     ends, begin = [], RaggedCache.begin
 
-    def watched(self, block, end, finished=None):
+    def watched(self, block, end, finished=None, **more):
         if finished is not None:
             going = (self.lengths + block)[~finished]
             assert end == int(going.max()), "as many keys as the longest row that goes on"
             ends.append((end, int((self.lengths + block).max())))
-        return begin(self, block, end, finished)
+        return begin(self, block, end, finished, **more)
 
     monkeypatch.setattr(RaggedCache, "begin", watched)
     staying(output_scores=True)
