@@ -101,7 +101,8 @@ def ragged_attention(
         groups = query.shape[1] // key.shape[1]
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=groups > 1)
         return out.transpose(1, 2).contiguous(), None
-    # Kernels need no mask. The reference op would make its own, and check its arguments, for every layer.
+    # Kernels need no mask, but room for every token, which a prefill's padding may lack. The reference op would make a
+    # mask of its own, and check its arguments, for every layer.
     shared = softcap is None and choose(None, query) == "reference"
     if cache.reach is None or s_aux is not None or block > ops.LONGEST_BLOCK or shared:
         options = {"scale": scale, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
